@@ -1,0 +1,138 @@
+"""Logits to token ids: pure functions of tensors, and the noise they draw from. Knows nothing of models or of state.
+
+These are the plain reference of every sampling kernel, and what the compiled decoders compile.
+
+Legend: B rows, V vocabulary.
+
+Three kinds of sampler, hence at most three decode graphs, whatever the settings:
+- "greedy": the largest logit; of equal ones the lowest id.
+- "top_k": temperature, top-k (or none), min-p, noise.
+- "full": the same after a repetition penalty, and with top-p.
+All settings are tensors, so that no value of one recompiles anything.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SAMPLERS = ("greedy", "top_k", "full")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One value a row, each [B]. A temperature of 0 means: no noise, the largest score wins."""
+
+    temperature: Tensor  # fp32
+    top_k: Tensor  # int64; V or more: off
+    top_p: Tensor  # fp32; 1: off
+    min_p: Tensor  # fp32; 0: off
+    penalty: Tensor  # fp32; 1: off
+    seed: Tensor  # int64
+
+
+def choose(kind: str, logits: Tensor, settings: Settings, position: Tensor, seen: Tensor) -> Tensor:
+    """logits fp32 [B, V], position int64 [B] (of the token to come), seen bool [B, V] -> ids int64 [B]."""
+    if kind == "greedy":
+        return logits.argmax(dim=-1)
+    return scores(kind, logits, settings, position, seen).argmax(dim=-1)
+
+
+def scores(kind: str, logits: Tensor, settings: Settings, position: Tensor, seen: Tensor) -> Tensor:
+    """The perturbed scores whose argmax is the draw (the Gumbel-max trick: Gumbel 1954; Maddison et al. 2014): fp32 [B, V],
+    -inf for tokens that a filter takes out or that have probability zero."""
+    if kind == "full":
+        logits = penalize(logits, seen, settings.penalty)
+    cold = settings.temperature == 0
+    largest = logits.amax(dim=-1, keepdim=True)
+    scaled = (logits - largest) / torch.where(cold, 1.0, settings.temperature).unsqueeze(-1)  # <= 0: no overflow
+    keep = at_least_kth(scaled, settings.top_k)
+    keep &= scaled >= settings.min_p.log().unsqueeze(-1)  # p_i >= min_p * p_max
+    if kind == "full":
+        keep &= within_mass(scaled, keep, settings.top_p)
+    noise = gumbel(row_keys(settings.seed, position), torch.arange(logits.shape[-1], device=logits.device))
+    return torch.where(cold.unsqueeze(-1), scaled, scaled + noise).masked_fill(~keep, float("-inf"))
+
+
+def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """Divide the positive and multiply the negative logits of tokens seen before (Keskar et al. 2019, CTRL)."""
+    factor = penalty.unsqueeze(-1)
+    return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+
+
+# --- Filters, as thresholds: no sort. A sort of a whole vocabulary costs more than all else here, `topk` wants a k that is
+# known beforehand, and a search by bits is exact, as its keys order as the floats do.
+
+
+def ordered_bits(x: Tensor) -> Tensor:
+    """fp32 -> int32 that sorts as the floats do (-0.0 below 0.0)."""
+    bits = x.view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def at_least_kth(x: Tensor, k: Tensor) -> Tensor:
+    """x fp32 [B, V], k [B] -> bool [B, V]: the k largest of each row, with all that equal the smallest of them."""
+    keys = ordered_bits(x)
+    ones = torch.ones((), dtype=torch.int32, device=x.device)
+    return keys >= largest_threshold(keys, ones, k.clamp(1, x.shape[-1])).unsqueeze(-1)
+
+
+MASS_ONE = 1 << 30  # masses are integers, so that their sum does not depend on the order of addition
+
+
+def within_mass(scaled: Tensor, keep: Tensor, top_p: Tensor) -> Tensor:
+    """Nucleus (Holtzman et al. 2020) of the kept tokens: those that more probable ones leave short of the mass `top_p`,
+    and ties. scaled fp32 [B, V] with maximum 0, keep bool [B, V], top_p fp32 [B] -> bool [B, V]."""
+    mass = (scaled.exp() * MASS_ONE).to(torch.int64).masked_fill(~keep, 0)
+    total = mass.sum(dim=-1)
+    wanted = (total * top_p.double()).to(torch.int64).clamp(min=1).minimum(total)
+    keys = ordered_bits(scaled)
+    return keys >= largest_threshold(keys, mass, wanted).unsqueeze(-1)
+
+
+def largest_threshold(keys: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
+    """The largest int32 t [B] for which the weights of keys >= t add up to `wanted` at least: t is one of the keys.
+
+    keys int32 [B, V]; weights integer, broadcast to keys; wanted integer [B], at most the sum. Bit by bit from the sign down:
+    32 passes, each one comparison and one sum."""
+    found = torch.full_like(wanted, -(1 << 31), dtype=torch.int32)
+    for bit in range(31, -1, -1):
+        # The sign bit is the one whose setting lowers an int32: start at the minimum and clear it first.
+        trial = found ^ -(1 << 31) if bit == 31 else found | (1 << bit)
+        enough = (weights * (keys >= trial.unsqueeze(-1))).sum(dim=-1) >= wanted
+        found = torch.where(enough, trial, found)
+    return found
+
+
+# --- Noise: an integer hash of (seed, position, token id), so that a draw depends on nothing else: not on the device, the
+# batch, or how the vocabulary is cut into tiles.
+
+
+def row_keys(seed: Tensor, position: Tensor) -> Tensor:
+    """seed, position int64 [B] -> int32 [B, 2]: two words that key the noise of one row at one position."""
+    low, high = seed.to(torch.int32), (seed >> 32).to(torch.int32)
+    at = position.to(torch.int32)
+    first = finalize(finalize(low ^ finalize(high)) + at * _GOLDEN)
+    return torch.stack((first, finalize(first ^ _SECOND_KEY)), dim=-1)
+
+
+def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """keys int32 [B, 2], token_ids [N] -> standard Gumbel noise fp32 [B, N], in (-2.9, 16.7): never infinite."""
+    mixed = finalize(token_ids.to(torch.int32) * _GOLDEN + keys[:, :1])
+    mixed = finalize(mixed ^ keys[:, 1:])
+    uniform = (((mixed >> 9) & 0x7FFFFF).float() + 0.5) * 2.0**-23  # 24 bits: exact, and neither 0 nor 1
+    return -(-uniform.log()).log()
+
+
+_GOLDEN = 0x9E3779B9 - (1 << 32)  # 2**32 / golden ratio, as int32
+_SECOND_KEY = 0x5BD1E995
+_MIX = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
+
+
+def finalize(h: Tensor) -> Tensor:
+    """MurmurHash3's 32-bit finaliser (Appleby 2011) in wrapping int32 arithmetic; shifts are logical."""
+    h = h ^ ((h >> 16) & 0xFFFF)
+    h = h * _MIX[0]
+    h = h ^ ((h >> 13) & 0x7FFFF)
+    h = h * _MIX[1]
+    return h ^ ((h >> 16) & 0xFFFF)

@@ -1,0 +1,353 @@
+"""Proof that CUDA graphs ran, and the capture of traces.
+
+Knows torch's profiler, its compile-time counters and its graph tree. Knows nothing of models, tokens or decoders: a
+step is a name and a callable, and what a reader of the trace needs to know is handed in as plain data (`RunFacts`).
+"""
+
+import json
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypedDict
+
+import torch
+
+# Inductor says why it leaves graphs out through one of these loggers (which one depends on the version), nowhere else.
+_SKIP_LOGGERS = tuple(f"torch._inductor.cudagraph_utils.__{artifact}" for artifact in ("cudagraphs", "perf_hints"))
+_MAX_REASON = 300
+
+
+@dataclass(frozen=True)
+class GraphProof:
+    """What one segment of steps showed.
+
+    status: "verified" (every step replayed recorded graphs; nothing was recorded, skipped or compiled), "none" (no
+        graphs were asked for: CPU, or a mode without them), "unverified" (refuted, or it cannot be shown).
+    reasons: one line each, why the status is not better, or what broke the promise.
+    failed: the promise was seen to be broken. "unverified" without it: torch's private interface is missing.
+    counts: steps, replays, recordings (graphs in the tree), new_recordings, copied_inputs (a step, over its graphs),
+        compilations, graph_breaks, skips.
+    """
+
+    status: Literal["verified", "none", "unverified"]
+    reasons: tuple[str, ...] = ()
+    failed: bool = False
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+class CompilationFacts(TypedDict):
+    """What the compiler did in this process, from its start to now."""
+
+    compilations: int
+    graph_breaks: dict[str, int]  # reason -> how often
+    recompilations: list[str]  # one reason each
+    skips: int  # graphs that Inductor left out
+    skip_reasons: list[str]
+    compile_s: float
+
+
+class StepFacts(TypedDict, total=False):
+    """What is known of one kind of step (`decode[17]`, or `prefill`) without the profiler."""
+
+    unprofiled_us: list[float]  # wall time a step, several measurements, taken BEFORE any profiler ran
+    bytes: dict[str, int]  # what the step must move, by kind of kernel: gemv, attention, sampling, norm, other
+    tokens: int  # tokens that the step yields (decode: the batch) or takes in (prefill)
+
+
+class SameWork(TypedDict):
+    """Teacher-forced choices, so that two paths can be compared token by token even on random weights."""
+
+    weights: str  # names the weights: checkpoint, or shape and seed, and the quantisation
+    inputs: list[int]  # the tokens fed in, the same on every path
+    choices: list[int]  # the token that this path chose after each input
+    margins: list[float]  # best minus second best (perturbed) score of each choice
+    tolerance: float  # a different choice is a fault only where the margin is larger
+
+
+class WarmUp(TypedDict, total=False):
+    compile_s: float  # the first call: trace, compile, run
+    record_s: float  # the calls after it until replays are steady (recording included)
+
+
+class RunFacts(TypedDict, total=False):
+    """The facts of a run that its trace cannot show; stored in the trace under the key "nearroof".
+
+    Every key may be missing: the report then says what cannot be shown.
+    """
+
+    decoder: str  # eager, compiled, fused
+    model: str
+    dtype: str
+    quantization: str
+    batch: int
+    capacity: int
+    device: str  # cpu, cuda, mps
+    device_name: str
+    driver: str
+    torch: str
+    triton: str
+    cuda: str
+    commit: str
+    command: str
+    date: str
+    compile_mode: str
+    settings: dict[str, Any]  # of the compiler, where they differ from its defaults
+    read_bandwidth_bytes_per_s: float  # measured on this device in this run
+    graphs: dict[str, Any]  # dataclasses.asdict(GraphProof) of an unprofiled segment of decode steps
+    compilation: CompilationFacts
+    warm_up: WarmUp
+    steps: dict[str, StepFacts]  # by the name of the step
+    same_work: SameWork
+
+
+class Step(NamedTuple):
+    """One annotated step of a trace. prepare (not annotated) runs before it, and the device is idle when it begins."""
+
+    name: str
+    run: Callable[[], object]
+    prepare: Callable[[], object] | None = None
+
+
+class _SkipReasons(logging.Handler):
+    """Keeps the last reasons that Inductor logged for leaving graphs out."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = " ".join(record.getMessage().split())[:_MAX_REASON]
+        if "skipping cudagraph" in text and text not in self.texts:
+            self.texts = [*self.texts[-7:], text]
+
+    def detach(self) -> None:
+        for name in _SKIP_LOGGERS:
+            logging.getLogger(name).removeHandler(self)
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """Process-wide counts of the compiler at one moment."""
+
+    compilations: int
+    graph_breaks: dict[str, int]
+    skips: int
+    last_compilation: object | None
+
+
+class GraphWatch:
+    """Watches segments of decode steps and says whether CUDA graphs ran in each.
+
+    Create it before anything is compiled: the reason of a skipped graph is logged once, while compiling or warming up.
+    Warm up (three calls: compile and run, record, replay) before `start`. The graph tree belongs to a thread: call
+    `start` and `stop` on the one that runs the steps. A replay costs one more Python call while it is watched.
+    """
+
+    def __init__(self, device: torch.device, expect_graphs: bool = True) -> None:
+        self._device = device
+        self._expects = expect_graphs and device.type == "cuda"
+        self._skip_log = _SkipReasons()
+        for name in _SKIP_LOGGERS:
+            logging.getLogger(name).addHandler(self._skip_log)
+        self._detach = weakref.finalize(self, self._skip_log.detach)
+        self._before: _Snapshot | None = None
+        self._replays: dict[int, int] = {}  # graph id -> replays in this segment
+        self._nodes: list[Any] = []
+
+    def start(self) -> None:
+        """Begin a segment. An unfinished one is dropped."""
+        self._unwrap()
+        self._before = _snapshot()
+        self._missing = ""
+        if not self._expects:
+            return
+        try:
+            self._nodes = list(_tree_nodes(self._device))
+            self._replays = {node.id.id: 0 for node in self._nodes}
+            for node in self._nodes:
+                self._count_replays(node)
+        except (ImportError, AttributeError, TypeError) as error:
+            self._missing = f"torch {torch.__version__} has another graph tree: {error}"
+
+    def stop(self, steps: int | None = None) -> GraphProof:
+        """End the segment. steps: how many ran in it; each must have replayed the same number of graphs."""
+        if self._before is None:
+            return GraphProof("unverified", ("the segment was never started",))
+        before, after, self._before = self._before, _snapshot(), None
+        counts, broken = _compiler_changes(before, after)
+        if not self._expects:
+            return GraphProof("none", tuple(broken), bool(broken), counts)
+        try:
+            nodes = list(_tree_nodes(self._device))
+            copied = sum(len(node.non_static_input_idx) for node in nodes if self._replays.get(node.id.id))
+        except (ImportError, AttributeError, TypeError) as error:
+            self._missing = self._missing or f"torch {torch.__version__} has another graph tree: {error}"
+            nodes, copied = [], 0
+        replays = sum(self._replays.values())
+        new = len(nodes) - len(self._nodes)
+        counts |= {"replays": replays, "recordings": len(nodes), "new_recordings": new, "copied_inputs": copied}
+        counts |= {"steps": steps} if steps is not None else {}
+        self._unwrap()
+        if self._missing:
+            return GraphProof("unverified", (*broken, self._missing), bool(broken), counts)
+        if counts["skips"]:
+            broken.append(f"a graph was skipped: {self._why_skipped()}")
+        if new:
+            broken.append(f"{new} graphs were recorded during the segment")
+        if replays == 0:
+            broken.append(f"no recorded graph was replayed: {self._why_skipped()}")
+        elif steps and replays % steps:
+            broken.append(f"{replays} replays do not divide into {steps} steps: some steps ran without graphs")
+        return GraphProof("unverified" if broken else "verified", tuple(broken), bool(broken), counts)
+
+    def compilation(self) -> CompilationFacts:
+        """What the compiler did in this process so far, for a trace's metadata."""
+        from torch._dynamo.utils import get_compilation_metrics
+
+        metrics = get_compilation_metrics()
+        now = _snapshot()
+        return {
+            "compilations": now.compilations,
+            "graph_breaks": now.graph_breaks,
+            "recompilations": [_one_line(m.recompile_reason) for m in metrics if m.recompile_reason],
+            "skips": now.skips,
+            "skip_reasons": list(self._skip_log.texts),
+            "compile_s": sum(m.entire_frame_compile_time_s or 0.0 for m in metrics),
+        }
+
+    def close(self) -> None:
+        """Stop listening to Inductor's log."""
+        self._unwrap()
+        self._detach()
+
+    def _count_replays(self, node: Any) -> None:
+        key, replay = node.id.id, node.run_graph
+
+        def counted() -> None:
+            self._replays[key] += 1
+            replay()
+
+        node.run_graph = counted  # shadows the method on this node alone
+
+    def _unwrap(self) -> None:
+        for node in self._nodes:
+            vars(node).pop("run_graph", None)
+        self._nodes, self._replays = [], {}
+
+    def _why_skipped(self) -> str:
+        return "; ".join(self._skip_log.texts) or "Inductor gave no reason (was anything compiled with CUDA graphs?)"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:_MAX_REASON]
+
+
+def _snapshot() -> _Snapshot:
+    from torch._dynamo.utils import counters, get_compilation_metrics
+
+    metrics = get_compilation_metrics()
+    return _Snapshot(
+        compilations=counters["frames"]["total"],
+        graph_breaks=dict(counters["graph_break"]),
+        skips=counters["inductor"]["cudagraph_skips"],
+        last_compilation=metrics[-1] if metrics else None,
+    )
+
+
+def _compiler_changes(before: _Snapshot, after: _Snapshot) -> tuple[dict[str, int], list[str]]:
+    """What the compiler did between two snapshots: counts, and a line for each that a steady segment never does."""
+    new_breaks = [_one_line(why) for why, n in after.graph_breaks.items() if n > before.graph_breaks.get(why, 0)]
+    counts = {
+        "compilations": after.compilations - before.compilations,
+        "graph_breaks": sum(after.graph_breaks.values()) - sum(before.graph_breaks.values()),
+        "skips": after.skips - before.skips,
+    }
+    broken = []
+    if counts["compilations"]:
+        why = "; ".join(_recompile_reasons(before.last_compilation)) or "a function compiled for the first time"
+        broken.append(f"compiled {counts['compilations']} times during the segment: {why}")
+    if new_breaks:
+        broken.append(f"the graph broke: {'; '.join(new_breaks)}")
+    return counts, broken
+
+
+def _recompile_reasons(since: object | None) -> list[str]:
+    from torch._dynamo.utils import get_compilation_metrics
+
+    reasons = []
+    for metrics in reversed(get_compilation_metrics()):
+        if metrics is since:
+            break
+        if metrics.recompile_reason:
+            reasons.append(_one_line(metrics.recompile_reason))
+    return reasons[::-1]
+
+
+def _tree_nodes(device: torch.device) -> Iterator[Any]:
+    """The recorded graphs of a device (this thread's), parents before children. Nothing where no graph tree exists."""
+    from torch._inductor.cudagraph_trees import get_manager
+
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    manager = get_manager(index, False)
+    pending = [node for roots in (manager.roots or {}).values() for node in roots] if manager is not None else []
+    while pending:
+        node = pending.pop(0)
+        yield node
+        pending += [child for children in node.children.values() for child in children]
+
+
+def capture(path: Path, steps: Sequence[Step], facts: RunFacts, device: torch.device, nvtx: bool = False) -> None:
+    """Trace every step once, after two unrecorded rounds over all of them, into path (.json or .json.gz).
+
+    Steps without `prepare` follow the one before without a pause, as they do in generation. nvtx marks the same ranges
+    for Nsight Systems. Nothing may be timed in this process afterwards: the profiler leaves it 10 to 20 % slower.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profiler = torch.profiler.profile(
+        activities=activities,
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=len(steps), repeat=1),
+        on_trace_ready=lambda finished: finished.export_chrome_trace(str(path)),
+    )
+    with profiler:
+        for _round in ("wait", "warm-up"):
+            for step in steps:
+                _prepare(step, device)
+                step.run()
+            _synchronize(device)
+            profiler.step()
+        profiler.add_metadata_json("nearroof", json.dumps(facts))
+        for step in steps:
+            _prepare(step, device)
+            with torch.profiler.record_function(step.name), _nvtx_range(step.name, nvtx):
+                step.run()
+            if step is steps[-1]:
+                _synchronize(device)  # before the profiler stops: the last kernels belong to the trace
+            profiler.step()
+
+
+def _prepare(step: Step, device: torch.device) -> None:
+    if step.prepare is not None:
+        step.prepare()
+        _synchronize(device)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _nvtx_range(name: str, enabled: bool) -> Iterator[None]:
+    if not enabled:
+        yield
+        return
+    torch.cuda.nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()

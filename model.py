@@ -456,13 +456,12 @@ def build(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Tran
 
 @torch.no_grad()
 def randomize(model: Transformer, seed: int = 0) -> None:
-    """Fill with random weights that keep activations of order one: matrices of standard deviation in_features ** -0.5,
-    norms near one, biases small."""
+    """Fill with random weights that keep activations of order one: matrices of standard deviation
+    in_features ** -0.5, norms near one, biases small."""
     generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(seed)
     for name, tensor in model.named_targets().items():
         if tensor.dim() == 2:
-            spread = 1.0 if "embed_tokens" in name else tensor.shape[1] ** -0.5
-            tensor.normal_(0.0, spread, generator=generator)
+            tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
         elif name.endswith("bias"):
             tensor.normal_(0.0, 0.1, generator=generator)
         else:

@@ -1,0 +1,573 @@
+"""Token ids in, token ids out: prefill, the decode loop, compilation, and the proof that graphs ran.
+
+Owns the compiled functions, the caches and the rows' state of one model. Knows nothing of text, files or command lines.
+
+Prefill puts all prompt ids but the last into the cache; the last one is the first decode step's input, so that sampling
+exists in the decode step alone. On a GPU the host launches step n before it reads the tokens of step n-1, and never waits
+for the device otherwise.
+"""
+
+import math
+import random
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import fused
+import torch
+from torch import Tensor, nn
+
+from attention import FlexAttention, ReducedAttention
+from decoding import EOS_CAPACITY, NO_TOKEN, RING, DecodeState, DecodeStep
+from model import Linear, Transformer
+from profiling import GraphProof, GraphWatch
+
+COMPILE_MODES = ("reduce-overhead", "default", "max-autotune", "max-autotune-no-cudagraphs")
+PREFILL_CHUNKS = (16, 128, 512, 2048)  # sizes of compiled prefill: each compiles once
+DEFAULT_CAPACITY = 4096
+
+Decoder = Literal["eager", "compiled", "fused"]
+FinishReason = Literal["eos", "stop", "length"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is drawn; the defaults are the project's."""
+
+    temperature: float = 0.8  # 0: the most probable token, exactly
+    top_k: int = 200  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # 1: off
+    seed: int | None = None  # None: a random one, which the completion reports
+
+    def __post_init__(self) -> None:
+        def require(condition: bool, message: str) -> None:
+            if not condition:
+                raise ValueError(message)
+
+        require(0 <= self.temperature < math.inf, f"temperature must be 0 or more, not {self.temperature}")
+        require(self.top_k >= 0, f"top-k must be 0 (off) or more, not {self.top_k}")
+        require(0 < self.top_p <= 1, f"top-p must be above 0 and at most 1, not {self.top_p}")
+        require(0 <= self.min_p <= 1, f"min-p must lie between 0 and 1, not {self.min_p}")
+        require(
+            0 < self.repetition_penalty < math.inf, f"repetition penalty must be above 0, not {self.repetition_penalty}"
+        )
+        require(self.seed is None or -(1 << 63) <= self.seed < 1 << 63, f"seed must fit in 64 bits, not {self.seed}")
+
+    def with_seed(self) -> "SamplingParams":
+        """The same with a seed: its own, or a random one."""
+        return self if self.seed is not None else replace(self, seed=random.SystemRandom().getrandbits(32))
+
+    @property
+    def sampler(self) -> str:
+        if self.top_p < 1 or self.repetition_penalty != 1:
+            return "full"
+        return "top_k" if self.temperature > 0 else "greedy"
+
+
+@dataclass
+class Completion:
+    """One row's outcome. Times in seconds, without compilation; rates in tokens per second."""
+
+    prompt_tokens: int
+    seed: int
+    tokens: list[int] = field(default_factory=list)  # new ones, without the EOS that ended them
+    finish_reason: FinishReason | None = None
+    time_to_first_token_s: float | None = None  # prefill and the first step
+    prefill_tok_per_s: float | None = None  # prompt tokens over the time to the first token
+    decode_tok_per_s: float | None = None  # decode steps only; None below two new tokens
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.tokens)
+
+
+class Generator:
+    """A model ready to generate: `batch` rows of at most `max_seq_len` positions each.
+
+    compile: torch.compile for the decode step; None: where there is CUDA. kernels: "inductor", "triton" (this project's) or
+    "auto". compile_prefill: also prefill, once per chunk size. allow_no_graphs: a run whose CUDA graphs were skipped is
+    reported and not refused. note: receives a line now and then (compilation takes a while).
+
+    Raises ValueError for settings that cannot be served, RuntimeError when graphs were asked for and did not run.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        batch: int = 1,
+        max_seq_len: int | None = None,
+        eos_token_ids: Sequence[int] = (),
+        compile: bool | None = None,
+        kernels: str = "auto",
+        compile_mode: str = "reduce-overhead",
+        compile_prefill: bool = False,
+        allow_no_graphs: bool = False,
+        rotary_length: int | None = None,
+        note: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
+    ) -> None:
+        self.model = model
+        self.device = model.embed_tokens.weight.device
+        self.batch = batch
+        self.capacity = max_seq_len or min(model.config.max_position_embeddings, DEFAULT_CAPACITY)
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._note = note
+        self._allow_no_graphs = allow_no_graphs
+        self.compile_s = 0.0
+        self.proof = GraphProof("none")
+        if batch < 1 or self.capacity < 1:
+            raise ValueError(f"batch and max-seq-len must be 1 or more, not {batch} and {self.capacity}")
+        if compile_mode not in COMPILE_MODES:
+            raise ValueError(f"unknown compile mode {compile_mode!r}: one of {', '.join(COMPILE_MODES)}")
+        if len(self.eos_token_ids) > EOS_CAPACITY:
+            raise ValueError(f"{len(self.eos_token_ids)} EOS ids: at most {EOS_CAPACITY} are supported")
+        compiled = self.device.type == "cuda" if compile is None else compile
+        with _pinned_modes():
+            model.allocate(batch, self.capacity, rotary_length)
+            self.state = DecodeState(batch, model.config.vocab_size, self.device)
+            self.decoder: Decoder = self._choose_decoder(kernels) if compiled else "eager"
+            self._step: nn.Module = (
+                fused.FusedStep(model, self.state) if self.decoder == "fused" else DecodeStep(model, self.state)
+            )
+        self.compile_mode = compile_mode if compiled else None
+        self._options = inductor_options(self.device, compile_mode) if compiled else None
+        self._compiled_steps: dict[str, Callable[[str], None]] = {}
+        self._compiled_prefills: dict[int, Callable[[Tensor, Tensor, Tensor | None], None]] = {}
+        self._compiles_prefill = compiled and compile_prefill
+        if compiled:
+            self._specialise_model()
+        self._watch = GraphWatch(self.device, expect_graphs=compiled and captures_graphs(compile_mode))
+        self._reader = _TokenReader(self.state, self.device)
+        self._cached: list[list[int]] = [[] for _ in range(batch)]  # ids whose keys and values each row holds
+
+    def _choose_decoder(self, kernels: str) -> Decoder:
+        if kernels not in ("auto", "inductor", "triton"):
+            raise ValueError(f"unknown kernels {kernels!r}: auto, inductor or triton")
+        if kernels == "inductor":
+            return "compiled"
+        reason = fused.unsupported(self.model, self.state)
+        if reason is None:
+            return "fused"
+        if kernels == "triton":
+            raise ValueError(f"kernels triton: {reason}")
+        if self.device.type == "cuda":
+            self._note(f"kernels: inductor, since triton's do not serve this: {reason}")
+        return "compiled"
+
+    def _specialise_model(self) -> None:
+        """Swap in the forms that Inductor compiles well; the numbers stay the same up to rounding."""
+        if self.device.type == "cuda":
+            self.model.attention = FlexAttention()
+        elif self.device.type == "cpu":
+            self.model.attention = ReducedAttention()
+        for module in self.model.modules():
+            if isinstance(module, Linear):
+                module.as_reduction = True
+
+    # --- Prefill
+
+    def prefill(self, ids: Sequence[int], row: int = 0, start: int = 0) -> None:
+        """Put the keys and values of ids into the row's cache from position `start` on. Does not wait for the device."""
+        with _pinned_modes():
+            rows = None if self.batch == 1 else torch.tensor([row], device=self.device)
+            done = 0
+            while done < len(ids):
+                size = self._chunk(len(ids) - done)
+                chunk = list(ids[done : done + size])
+                self._prefill_chunk(chunk, size, start + done, rows)
+                done += len(chunk)
+        self._cached[row][start:] = ids
+
+    def _chunk(self, remaining: int) -> int:
+        if not self._compiles_prefill:
+            return min(remaining, PREFILL_CHUNKS[-1])
+        larger = [size for size in PREFILL_CHUNKS if size >= remaining]
+        smaller = [size for size in PREFILL_CHUNKS if size <= remaining]
+        # One padded chunk, unless padding would be the larger part of it.
+        return larger[0] if larger and (not smaller or 2 * remaining > larger[0]) else smaller[-1]
+
+    def _prefill_chunk(self, chunk: list[int], size: int, start: int, rows: Tensor | None) -> None:
+        padded = chunk + [0] * (size - len(chunk))
+        # Padding past the end goes to the scratch slot; before the end it is overwritten before anything can see it.
+        positions = [min(position, self.capacity) for position in range(start, start + size)]
+        inputs = torch.tensor([padded, positions]).to(self.device, non_blocking=True).unsqueeze(1)
+        if self._compiles_prefill:
+            self._compiled_prefill(size)(inputs[0], inputs[1], rows)
+        else:
+            self.model(inputs[0], inputs[1], rows, start + size)
+
+    def _compiled_prefill(self, size: int) -> Callable[[Tensor, Tensor, Tensor | None], None]:
+        if size not in self._compiled_prefills:
+            model = self.model
+
+            def prefill(tokens: Tensor, positions: Tensor, rows: Tensor | None) -> None:
+                model(tokens, positions, rows)
+
+            self._compiled_prefills[size] = compiled = self._compile(prefill)
+            scratch = torch.full((1, size), self.capacity, device=self.device)
+            rows = None if self.batch == 1 else torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._warm(f"prefill of {size} tokens", lambda: compiled(torch.zeros_like(scratch), scratch, rows))
+        return self._compiled_prefills[size]
+
+    # --- Decode steps
+
+    def warm_up(self, params: SamplingParams) -> None:
+        """Compile and record the step that these settings need, if that has not happened yet."""
+        sampler = params.sampler
+        if self.decoder == "eager" or sampler in self._compiled_steps:
+            return
+        module = self._step
+
+        def step(sampler: str) -> None:
+            module(sampler)
+
+        self._compiled_steps[sampler] = compiled = self._compile(step)
+        with _pinned_modes():
+            self.state.done.fill_(True)  # finished rows write to the scratch slot alone
+            self._warm(f"{self.decoder} decode step ({sampler})", lambda: compiled(sampler))
+
+    def _compile(self, function: Callable[..., None]) -> Callable[..., Any]:
+        # Dynamo keeps what it compiled by code object: a copy gives this Generator entries of its own, which neither
+        # count against another's recompile limit nor outlive it.
+        own = types.FunctionType(
+            function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
+        )
+        return torch.compile(own, fullgraph=True, dynamic=False, options=self._options)
+
+    def _warm(self, what: str, call: Callable[[], None]) -> None:
+        self._note(f"compiling the {what}: seconds from the cache, up to a minute without ...")
+        began = time.perf_counter()
+        try:
+            with _pinned_modes():
+                for _ in range(3):  # compile and run, record, replay
+                    call()
+                self.synchronize()
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise RuntimeError(f"the {what} did not compile: {_first_line(error)}") from error
+        took = time.perf_counter() - began
+        self.compile_s += took
+        self._note(f"compiled the {what} in {took:.1f} s")
+
+    def begin(
+        self, last: Sequence[int], positions: Sequence[int], params: SamplingParams, limit: int | None = None
+    ) -> None:
+        """Set every row's state: the id that its next step reads, and the position of that id. Rows beyond these are done.
+        What the caches hold before these positions is the caller's matter."""
+        state, rows = self.state, len(last)
+        params = params.with_seed()
+        with _pinned_modes():
+            idle = self.batch - rows
+
+            def put(name: str, values: Sequence[float]) -> None:
+                buffer = getattr(state, name)
+                buffer.copy_(torch.tensor([*values, *([0] * idle)], dtype=buffer.dtype), non_blocking=True)
+
+            put("token", last)
+            put("position", positions)
+            put("done", [False] * rows)
+            put("limit", [self.capacity if limit is None else limit] * rows)
+            put("temperature", [params.temperature] * rows)
+            put("top_k", [params.top_k or self.model.config.vocab_size] * rows)
+            put("top_p", [params.top_p] * rows)
+            put("min_p", [params.min_p] * rows)
+            put("penalty", [params.repetition_penalty] * rows)
+            put("seed", [params.seed or 0] * rows)
+            state.done[rows:] = True
+            state.eos.fill_(NO_TOKEN)
+            state.count.zero_()
+            state.seen.zero_()
+        self._positions = list(positions)
+        self._sampler = params.sampler
+
+    def step(self) -> None:
+        """Launch one decode step for all rows."""
+        with _pinned_modes():
+            self._launch()
+
+    def _launch(self) -> None:
+        if self.decoder == "eager":
+            self._step(self._sampler, max(self._positions) + 1)
+            self._positions = [position + 1 for position in self._positions]
+        else:
+            self._compiled_steps[self._sampler](self._sampler)
+
+    def run_steps(self, steps: int) -> float:
+        """Launch decode steps without reading a token; -> seconds, from an idle device to an idle device."""
+        self.synchronize()
+        with _pinned_modes(), _hot_loop(self.decoder != "eager"):
+            self._watch.start()
+            began = time.perf_counter()
+            for _ in range(steps):
+                self._launch()
+            self.synchronize()
+            took = time.perf_counter() - began
+            self._prove(steps)
+        return took
+
+    def _prove(self, steps: int) -> None:
+        """End a watched segment, and refuse what did not run as promised."""
+        self.proof = self._watch.stop(steps) if steps else GraphProof("none")
+        if self.proof.failed and not self._allow_no_graphs:
+            raise RuntimeError(f"CUDA graphs did not run as promised: {'; '.join(self.proof.reasons)}")
+
+    @property
+    def graphs(self) -> str:
+        """Whether graphs ran in the last segment: verified, none or unverified."""
+        return self.proof.status
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # --- Whole generations
+
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams = SamplingParams(),
+        *,
+        max_new_tokens: int,
+        ignore_eos: bool = False,
+        reuse: bool = False,
+    ) -> "Run":
+        """Prefill the prompts and return the generation, to be iterated. reuse: keep what a row's cache already holds of
+        its prompt (the turns of a conversation). Raises ValueError for prompts that cannot be served."""
+        if not 1 <= len(prompts) <= self.batch:
+            raise ValueError(f"{len(prompts)} prompts: this generator serves 1 to {self.batch}")
+        if max_new_tokens < 1:
+            raise ValueError(f"max-new-tokens must be 1 or more, not {max_new_tokens}")
+        vocab = self.model.config.vocab_size
+        for prompt in prompts:
+            if not prompt:
+                raise ValueError("the prompt has no tokens")
+            if len(prompt) > self.capacity:
+                raise ValueError(f"the prompt has {len(prompt)} tokens, the context {self.capacity}")
+            if not 0 <= min(prompt) <= max(prompt) < vocab:
+                raise ValueError(f"a prompt id lies outside the vocabulary of {vocab}")
+        params = params.with_seed()
+        self.warm_up(params)
+        if self._compiles_prefill:
+            for prompt in prompts:
+                self._warm_prefills(len(prompt) - 1)
+        began = time.perf_counter()
+        for row, prompt in enumerate(prompts):
+            kept = _common_prefix(self._cached[row], prompt[:-1]) if reuse else 0
+            self.prefill(prompt[kept:-1], row, kept)
+        self.begin([prompt[-1] for prompt in prompts], [len(prompt) - 1 for prompt in prompts], params)
+        with _pinned_modes():
+            limits = [min(len(prompt) - 1 + max_new_tokens, self.capacity) for prompt in prompts]
+            self.state.limit[: len(prompts)] = torch.tensor(limits).to(self.device)
+            if not ignore_eos and self.eos_token_ids:
+                self.state.eos[: len(self.eos_token_ids)] = torch.tensor(self.eos_token_ids).to(self.device)
+            if params.sampler == "full":
+                for row, prompt in enumerate(prompts):
+                    self.state.seen[row, torch.tensor(prompt, device=self.device)] = True
+        ends = frozenset(() if ignore_eos else self.eos_token_ids)
+        return Run(self, prompts, params, limits, ends, began)
+
+    def _warm_prefills(self, length: int) -> None:
+        while length > 0:
+            size = self._chunk(length)
+            self._compiled_prefill(size)
+            length -= size
+
+    def generate_ids(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        params: SamplingParams = SamplingParams(),
+        ignore_eos: bool = False,
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> list[Completion]:
+        """Generate for every prompt at once; on_token(row, id) is called as tokens arrive."""
+        run = self.start(prompts, params, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos)
+        for tokens in run:
+            for row, token in enumerate(tokens):
+                if token is not None and on_token is not None:
+                    on_token(row, token)
+        return run.completions
+
+    # --- Size, and the end
+
+    def bytes_per_step(self, position: int) -> int:
+        """Bytes that a decode step at this position must move: weights once (the head included, of the embedding table the
+        rows used), keys and values up to the position, logits."""
+        config, table = self.model.config, self.model.embed_tokens.weight
+        tensors = {tensor.data_ptr(): tensor for tensor in self.model.named_targets().values()}
+        head = {tensor.data_ptr() for tensor in self.model.lm_head.parts(slice(None)).values()}
+        if table.data_ptr() not in head:
+            tensors.pop(table.data_ptr(), None)
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        embeddings = self.batch * config.hidden_size * table.element_size()
+        per_slot = 2 * config.num_key_value_heads * config.head_dim * table.element_size()
+        windows = [config.window(layer) or position + 1 for layer in range(config.num_hidden_layers)]
+        cache = self.batch * per_slot * sum(min(position + 1, window) for window in windows)
+        return weights + embeddings + cache + self.batch * config.vocab_size * 4
+
+    def close(self) -> None:
+        """Free weights, caches, compiled functions and graphs. The Generator is unusable afterwards."""
+        self._watch.close()
+        self._compiled_steps.clear()
+        self._compiled_prefills.clear()
+        for name in ("model", "state", "_step", "_reader"):
+            vars(self).pop(name, None)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> "Generator":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class Run:
+    """A generation under way. Iterating launches steps and yields, per step, the id of every row or None where the row has
+    ended; the EOS that ends a row is not yielded. `completions` fills up meanwhile."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        limits: list[int],
+        ends: frozenset[int],
+        began: float,
+    ) -> None:
+        assert params.seed is not None
+        self.completions = [Completion(len(prompt), params.seed) for prompt in prompts]
+        self._generator, self._ends = generator, ends
+        self._began = self._first = began
+        self._budgets = [limit - len(prompt) + 1 for limit, prompt in zip(limits, prompts, strict=True)]
+        self._inputs = [prompt[-1] for prompt in prompts]  # what the step whose token comes next has read
+
+    def stop(self, row: int) -> None:
+        """End a row from outside (a stop string): its later tokens are dropped."""
+        if self.completions[row].finish_reason is None:
+            self.completions[row].finish_reason = "stop"
+
+    @property
+    def running(self) -> bool:
+        return any(completion.finish_reason is None for completion in self.completions)
+
+    def __iter__(self) -> Iterator[list[int | None]]:
+        generator, reader = self._generator, self._generator._reader
+        lag = 1 if generator.device.type == "cuda" else 0
+        launched = read = 0
+        with _hot_loop(generator.decoder != "eager"):
+            generator._watch.start()
+            while self.running:
+                while launched <= read + lag and launched < max(self._budgets):
+                    generator.step()
+                    reader.launched(launched)
+                    launched += 1
+                ids = reader.read(read)
+                read += 1
+                yield self._accept(ids, read, time.perf_counter())
+            generator.synchronize()
+            generator._prove(launched)
+
+    def _accept(self, ids: list[int], steps: int, now: float) -> list[int | None]:
+        """Take in the ids of one step, the `steps`-th to be read."""
+        self._first = now if steps == 1 else self._first
+        accepted: list[int | None] = [None] * len(self.completions)
+        for row, completion in enumerate(self.completions):
+            if completion.finish_reason is not None:
+                continue
+            self._generator._cached[row].append(self._inputs[row])
+            self._inputs[row] = ids[row]
+            if ids[row] in self._ends:
+                completion.finish_reason = "eos"
+            else:
+                accepted[row] = ids[row]
+                completion.tokens.append(ids[row])
+                if len(completion.tokens) == self._budgets[row]:
+                    completion.finish_reason = "length"
+            if steps == 1:
+                completion.time_to_first_token_s = now - self._began
+                completion.prefill_tok_per_s = completion.prompt_tokens / (now - self._began)
+            elif completion.new_tokens > 1:
+                completion.decode_tok_per_s = (steps - 1) / (now - self._first)
+        return accepted
+
+
+class _TokenReader:
+    """Brings the tokens of a step to the host without stopping the device: a copy from the ring to pinned memory, on a
+    stream of its own, behind an event of the step."""
+
+    def __init__(self, state: DecodeState, device: torch.device) -> None:
+        self._state, self._device = state, device
+        if device.type == "cuda":
+            self._pinned = torch.empty(state.ring.shape, dtype=torch.int64, pin_memory=True)
+            self._stream = torch.cuda.Stream(device)
+            self._stepped = [torch.cuda.Event() for _ in range(RING)]
+            self._copied = [torch.cuda.Event() for _ in range(RING)]
+
+    def launched(self, step: int) -> None:
+        if self._device.type != "cuda":
+            return
+        slot = step % RING
+        self._stepped[slot].record()
+        self._stream.wait_event(self._stepped[slot])
+        with torch.cuda.stream(self._stream):
+            self._pinned[slot].copy_(self._state.ring[slot], non_blocking=True)
+            self._copied[slot].record()
+
+    def read(self, step: int) -> list[int]:
+        slot = step % RING
+        if self._device.type != "cuda":
+            return self._state.ring[slot].tolist()
+        self._copied[slot].synchronize()
+        return self._pinned[slot].tolist()
+
+
+def captures_graphs(compile_mode: str) -> bool:
+    return compile_mode in ("reduce-overhead", "max-autotune")
+
+
+def inductor_options(device: torch.device, compile_mode: str) -> dict[str, Any]:
+    """Inductor's settings for one compiled function: the mode's own, and this project's with the reason for each.
+    torch.compile takes either a mode or options, hence the mode is spelled out here."""
+    options = dict(torch._inductor.list_mode_options(compile_mode))
+    if device.type == "cuda":
+        options["coordinate_descent_tuning"] = True  # tile shapes of the GEMV loops
+        if torch.cuda.get_device_capability(device) >= (9, 0) and torch.version.hip is None:
+            options["triton.enable_pdl"] = True  # a kernel starts while the one before drains
+    return options
+
+
+@contextmanager
+def _pinned_modes() -> Iterator[None]:
+    """One grad mode for all that is compiled, whatever the caller's: a change of it would compile again."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+@contextmanager
+def _hot_loop(compiled: bool) -> Iterator[None]:
+    """While steps run, a recompilation is an error. Guards that only tell apart what this Generator never changes are
+    skipped: they cost the host more than the launch."""
+    if not compiled:
+        yield
+        return
+    with torch.compiler.set_stance("fail_on_recompile"):
+        yield
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return min(len(left), len(right))
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -302,15 +302,17 @@ def _tree_nodes(device: torch.device) -> Iterator[Any]:
 def capture(path: Path, steps: Sequence[Step], facts: RunFacts, device: torch.device, nvtx: bool = False) -> None:
     """Trace every step once, after two unrecorded rounds over all of them, into path (.json or .json.gz).
 
-    Steps without `prepare` follow the one before without a pause, as they do in generation. nvtx marks the same ranges
-    for Nsight Systems. Nothing may be timed in this process afterwards: the profiler leaves it 10 to 20 % slower.
+    A step without `prepare` follows the one before without a pause, as in generation; a step with it begins a new
+    `ProfilerStep#`. nvtx marks the same ranges for Nsight Systems. Nothing may be timed in this process afterwards: the
+    profiler leaves it 10 to 20 % slower.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    sections = 1 + sum(step.prepare is not None for step in steps[1:])
     profiler = torch.profiler.profile(
         activities=activities,
-        schedule=torch.profiler.schedule(wait=1, warmup=1, active=len(steps), repeat=1),
+        schedule=torch.profiler.schedule(wait=1, warmup=1, active=sections, repeat=1),
         on_trace_ready=lambda finished: finished.export_chrome_trace(str(path)),
     )
     with profiler:
@@ -321,13 +323,15 @@ def capture(path: Path, steps: Sequence[Step], facts: RunFacts, device: torch.de
             _synchronize(device)
             profiler.step()
         profiler.add_metadata_json("nearroof", json.dumps(facts))
-        for step in steps:
+        for number, step in enumerate(steps):
+            if number and step.prepare is not None:
+                _synchronize(device)
+                profiler.step()
             _prepare(step, device)
             with torch.profiler.record_function(step.name), _nvtx_range(step.name, nvtx):
                 step.run()
-            if step is steps[-1]:
-                _synchronize(device)  # before the profiler stops: the last kernels belong to the trace
-            profiler.step()
+        _synchronize(device)  # before the profiler stops: the last kernels belong to the trace
+        profiler.step()
 
 
 def _prepare(step: Step, device: torch.device) -> None:

@@ -21,7 +21,8 @@ FLEX_BLOCK = 128  # slots per block of the flex block table; flex's own default
 
 class CacheAttention(Protocol):
     def plan(self, positions: Tensor, slots: int, window: int | None, kv_length: int | None) -> Any:
-        """positions [B, T] -> what `attend` needs; `kv_length` is the host's bound on the slots in use, if it knows one."""
+        """positions [B, T] -> what `attend` needs; `kv_length` is the host's bound on the slots in use, if it knows
+        one."""
         ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float) -> Tensor:
@@ -37,8 +38,8 @@ def visible(positions: Tensor, slots: Tensor, window: int | None) -> Tensor:
 
 
 class SlicedAttention:
-    """`scaled_dot_product_attention` over the slots in use. The plain reference, and the eager path: it needs a host that
-    knows how far the cache is filled, and costs in proportion to that."""
+    """`scaled_dot_product_attention` over the slots in use. The plain reference, and the eager path: it needs a host
+    that knows how far the cache is filled, and costs in proportion to that."""
 
     def plan(
         self, positions: Tensor, slots: int, window: int | None, kv_length: int | None
@@ -64,8 +65,8 @@ class SlicedAttention:
 
 
 class ReducedAttention:
-    """One query a row, as products and sums over the whole cache: Inductor on CPU fuses these loops, and calls no library.
-    Costs in proportion to the capacity. Prefill goes the sliced way."""
+    """One query a row, as products and sums over the whole cache: Inductor on CPU fuses these loops, and calls no
+    library. Costs in proportion to the capacity. Prefill goes the sliced way."""
 
     def __init__(self) -> None:
         self.sliced = SlicedAttention()
@@ -86,8 +87,8 @@ class ReducedAttention:
 
 
 class FlexAttention:
-    """Compiled flex attention whose block table lives on the device: a step reads the blocks up to its own position and no
-    others, in one graph for every position."""
+    """Compiled flex attention whose block table lives on the device: a step reads the blocks up to its own position
+    and no others, in one graph for every position."""
 
     def plan(self, positions: Tensor, slots: int, window: int | None, kv_length: int | None) -> BlockMask:
         batch, queries = positions.shape

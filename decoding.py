@@ -1,8 +1,8 @@
 """One decode step as a module without inputs or outputs: model, sampling, bookkeeping, all in buffers on the device.
 
-A step reads the last token of every row, writes its keys and values, draws the next token and advances; the host launches
-steps and reads tokens from a ring, behind the device. Since nothing is passed in, a captured step can be replayed for any
-prompt, position, seed and setting. Knows nothing of compilation, text, or of who launches it.
+A step reads the last token of every row, writes its keys and values, draws the next token and advances; the host
+launches steps and reads tokens from a ring, behind the device. Since nothing is passed in, a captured step can be
+replayed for any prompt, position, seed and setting. Knows nothing of compilation, text, or of who launches it.
 
 Legend: B rows, V vocabulary, R ring length.
 """
@@ -70,6 +70,7 @@ class DecodeState(nn.Module):
     def advance(self, chosen: Tensor) -> None:
         """Record the ids drawn, int64 [B], and move every unfinished row on by one."""
         self.ring[self.count % self.ring.shape[0]] = torch.where(self.done, NO_TOKEN, chosen)
+        chosen = chosen.clamp(min=0)  # an invalid draw is the host's to report; the device must not trip over it
         self.seen.scatter_(1, chosen.unsqueeze(1), True)
         following = self.position + (~self.done)
         ended = (chosen.unsqueeze(-1) == self.eos).any(dim=-1) | (following >= self.limit)

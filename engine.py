@@ -3,7 +3,8 @@
 Owns the compiled functions, the caches and the rows' state of one model. Knows nothing of text, files or command lines.
 
 Prefill puts all prompt ids but the last into the cache; the last one is the first decode step's input, so that sampling
-exists in the decode step alone. On a GPU the host launches step n before it reads the tokens of step n-1, and never waits
+exists in the decode step alone. On a GPU the host launches step n before it reads the tokens of step n-1, and never
+waits
 for the device otherwise.
 """
 
@@ -25,6 +26,7 @@ from attention import FlexAttention, ReducedAttention
 from decoding import EOS_CAPACITY, NO_TOKEN, RING, DecodeState, DecodeStep
 from model import Linear, Transformer
 from profiling import GraphProof, GraphWatch
+from sampling import INVALID
 
 COMPILE_MODES = ("reduce-overhead", "default", "max-autotune", "max-autotune-no-cudagraphs")
 PREFILL_CHUNKS = (16, 128, 512, 2048)  # sizes of compiled prefill: each compiles once
@@ -90,9 +92,9 @@ class Completion:
 class Generator:
     """A model ready to generate: `batch` rows of at most `max_seq_len` positions each.
 
-    compile: torch.compile for the decode step; None: where there is CUDA. kernels: "inductor", "triton" (this project's) or
-    "auto". compile_prefill: also prefill, once per chunk size. allow_no_graphs: a run whose CUDA graphs were skipped is
-    reported and not refused. note: receives a line now and then (compilation takes a while).
+    compile: torch.compile for the decode step; None: where there is CUDA. kernels: "inductor", "triton" (this
+    project's) or "auto". compile_prefill: also prefill, once per chunk size. allow_no_graphs: a run whose CUDA
+    graphs were skipped is reported and not refused. note: receives a line now and then (compilation takes a while).
 
     Raises ValueError for settings that cannot be served, RuntimeError when graphs were asked for and did not run.
     """
@@ -144,6 +146,7 @@ class Generator:
             self._specialise_model()
         self._watch = GraphWatch(self.device, expect_graphs=compiled and captures_graphs(compile_mode))
         self._reader = _TokenReader(self.state, self.device)
+        self._rotary_length = rotary_length
         self._cached: list[list[int]] = [[] for _ in range(batch)]  # ids whose keys and values each row holds
 
     def _choose_decoder(self, kernels: str) -> Decoder:
@@ -173,7 +176,8 @@ class Generator:
     # --- Prefill
 
     def prefill(self, ids: Sequence[int], row: int = 0, start: int = 0) -> None:
-        """Put the keys and values of ids into the row's cache from position `start` on. Does not wait for the device."""
+        """Put the keys and values of ids into the row's cache from position `start` on. Does not wait for the
+        device."""
         with _pinned_modes():
             rows = None if self.batch == 1 else torch.tensor([row], device=self.device)
             done = 0
@@ -257,8 +261,8 @@ class Generator:
     def begin(
         self, last: Sequence[int], positions: Sequence[int], params: SamplingParams, limit: int | None = None
     ) -> None:
-        """Set every row's state: the id that its next step reads, and the position of that id. Rows beyond these are done.
-        What the caches hold before these positions is the caller's matter."""
+        """Set every row's state: the id that its next step reads, and the position of that id. Rows beyond these are
+        done. What the caches hold before these positions is the caller's matter."""
         state, rows = self.state, len(last)
         params = params.with_seed()
         with _pinned_modes():
@@ -336,8 +340,8 @@ class Generator:
         ignore_eos: bool = False,
         reuse: bool = False,
     ) -> "Run":
-        """Prefill the prompts and return the generation, to be iterated. reuse: keep what a row's cache already holds of
-        its prompt (the turns of a conversation). Raises ValueError for prompts that cannot be served."""
+        """Prefill the prompts and return the generation, to be iterated. reuse: keep what a row's cache already
+        holds of its prompt (the turns of a conversation). Raises ValueError for prompts that cannot be served."""
         if not 1 <= len(prompts) <= self.batch:
             raise ValueError(f"{len(prompts)} prompts: this generator serves 1 to {self.batch}")
         if max_new_tokens < 1:
@@ -356,8 +360,10 @@ class Generator:
             for prompt in prompts:
                 self._warm_prefills(len(prompt) - 1)
         began = time.perf_counter()
-        for row, prompt in enumerate(prompts):
-            kept = _common_prefix(self._cached[row], prompt[:-1]) if reuse else 0
+        kepts = [_common_prefix(self._cached[row], prompt[:-1]) if reuse else 0 for row, prompt in enumerate(prompts)]
+        if self.model.config.length_dependent_rotary and self._rotary_length is None and not any(kepts):
+            self.model.rope.fill(self.model.config, max(map(len, prompts)))
+        for row, (prompt, kept) in enumerate(zip(prompts, kepts, strict=True)):
             self.prefill(prompt[kept:-1], row, kept)
         self.begin([prompt[-1] for prompt in prompts], [len(prompt) - 1 for prompt in prompts], params)
         with _pinned_modes():
@@ -397,8 +403,8 @@ class Generator:
     # --- Size, and the end
 
     def bytes_per_step(self, position: int) -> int:
-        """Bytes that a decode step at this position must move: weights once (the head included, of the embedding table the
-        rows used), keys and values up to the position, logits."""
+        """Bytes that a decode step at this position must move: weights once (the head included, of the embedding
+        table the rows used), keys and values up to the position, logits."""
         config, table = self.model.config, self.model.embed_tokens.weight
         tensors = {tensor.data_ptr(): tensor for tensor in self.model.named_targets().values()}
         head = {tensor.data_ptr() for tensor in self.model.lm_head.parts(slice(None)).values()}
@@ -430,8 +436,8 @@ class Generator:
 
 
 class Run:
-    """A generation under way. Iterating launches steps and yields, per step, the id of every row or None where the row has
-    ended; the EOS that ends a row is not yielded. `completions` fills up meanwhile."""
+    """A generation under way. Iterating launches steps and yields, per step, the id of every row or None where the
+    row has ended; the EOS that ends a row is not yielded. `completions` fills up meanwhile."""
 
     def __init__(
         self,
@@ -482,6 +488,11 @@ class Run:
         for row, completion in enumerate(self.completions):
             if completion.finish_reason is not None:
                 continue
+            if ids[row] == INVALID:
+                raise RuntimeError(
+                    f"the logits of row {row} are not numbers after {completion.new_tokens} new tokens: "
+                    f"an overflow of {self._generator.model.embed_tokens.weight.dtype}? (try --dtype bf16 or fp32)"
+                )
             self._generator._cached[row].append(self._inputs[row])
             self._inputs[row] = ids[row]
             if ids[row] in self._ends:

@@ -6,7 +6,8 @@ the cache is exchangeable (`Transformer.attention`), and a `Linear` may be swapp
 Legend: B batch, T tokens, H hidden_size, Hq query heads, Hkv key/value heads, D head_dim, S cache slots, V vocabulary.
 
 Rotary order is half-split and tensor names are Hugging Face's, so no weight is permuted. Weights that are read together
-lie together: `qkv_proj` and `gate_up_proj` are one tensor each, and `named_targets` maps the names in the files to rows.
+lie together: `qkv_proj` and `gate_up_proj` are one tensor each, and `named_targets` maps the names in the files to
+rows.
 """
 
 import math
@@ -176,7 +177,8 @@ class RotaryTable(nn.Module):
 
 
 def rotary_frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float]:
-    """-> (angle per position [rotary_dim / 2], factor on cos and sin), as transformers' modeling_rope_utils defines them.
+    """-> (angle per position [rotary_dim / 2], factor on cos and sin), as transformers' modeling_rope_utils defines
+    them.
 
     linear and dynamic (NTK): u/kaiokendev, u/bloc97 and u/emozilla; yarn: Peng et al. 2023, arXiv 2309.00071;
     longrope: Ding et al. 2024, arXiv 2402.13753; llama3: Llama 3.1's wavelength bands.
@@ -376,8 +378,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """tokens, positions [B, T] -> hidden states after the final norm [B, T, H]; writes the caches.
 
-        Positions of a row rise by one, up to the scratch slot for padding. `row` [1] picks the cache row of a single prompt (B = 1). `kv_length` is the host's
-        bound on the slots in use (last position + 1): the eager path reads no further; None reads what the plan says."""
+        Positions of a row rise by one, up to the scratch slot for padding. `row` [1] picks the cache row of a single
+        prompt (B = 1). `kv_length` is the host's bound on the slots in use (last position + 1): the eager path reads
+        no further; None reads what the plan says."""
         windows = {block.self_attn.window for block in self.blocks()}
         slots = self.layers[0].self_attn.cache.k.shape[2]
         shared = SharedInputs(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 SAMPLERS = ("greedy", "top_k", "full")
+INVALID = -2  # the "id" drawn where no token can be: the logits hold NaN, or nothing but -inf
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,15 @@ class Settings:
 
 def choose(kind: str, logits: Tensor, settings: Settings, position: Tensor, seen: Tensor) -> Tensor:
     """logits fp32 [B, V], position int64 [B] (of the token to come), seen bool [B, V] -> ids int64 [B]."""
-    if kind == "greedy":
-        return logits.argmax(dim=-1)
-    return scores(kind, logits, settings, position, seen).argmax(dim=-1)
+    ranked = logits if kind == "greedy" else scores(kind, logits, settings, position, seen)
+    best = ranked.argmax(dim=-1)  # the first of equals; NaN counts as largest
+    possible = ranked.gather(-1, best.unsqueeze(-1)).squeeze(-1) > float("-inf")
+    return torch.where(possible, best, INVALID)
 
 
 def scores(kind: str, logits: Tensor, settings: Settings, position: Tensor, seen: Tensor) -> Tensor:
-    """The perturbed scores whose argmax is the draw (the Gumbel-max trick: Gumbel 1954; Maddison et al. 2014): fp32 [B, V],
-    -inf for tokens that a filter takes out or that have probability zero."""
+    """The perturbed scores whose argmax is the draw (the Gumbel-max trick: Gumbel 1954; Maddison et al. 2014): fp32
+    [B, V], -inf for tokens that a filter takes out or that have probability zero."""
     if kind == "full":
         logits = penalize(logits, seen, settings.penalty)
     cold = settings.temperature == 0
@@ -60,8 +62,8 @@ def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
     return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
 
 
-# --- Filters, as thresholds: no sort. A sort of a whole vocabulary costs more than all else here, `topk` wants a k that is
-# known beforehand, and a search by bits is exact, as its keys order as the floats do.
+# --- Filters, as thresholds: no sort. A sort of a whole vocabulary costs more than all else here, `topk` wants a k
+# that is known beforehand, and a search by bits is exact, as its keys order as the floats do.
 
 
 def ordered_bits(x: Tensor) -> Tensor:
@@ -73,8 +75,7 @@ def ordered_bits(x: Tensor) -> Tensor:
 def at_least_kth(x: Tensor, k: Tensor) -> Tensor:
     """x fp32 [B, V], k [B] -> bool [B, V]: the k largest of each row, with all that equal the smallest of them."""
     keys = ordered_bits(x)
-    ones = torch.ones((), dtype=torch.int32, device=x.device)
-    return keys >= largest_threshold(keys, ones, k.clamp(1, x.shape[-1])).unsqueeze(-1)
+    return keys >= largest_threshold(keys, None, k.clamp(1, x.shape[-1])).unsqueeze(-1)
 
 
 MASS_ONE = 1 << 30  # masses are integers, so that their sum does not depend on the order of addition
@@ -90,22 +91,22 @@ def within_mass(scaled: Tensor, keep: Tensor, top_p: Tensor) -> Tensor:
     return keys >= largest_threshold(keys, mass, wanted).unsqueeze(-1)
 
 
-def largest_threshold(keys: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
+def largest_threshold(keys: Tensor, weights: Tensor | None, wanted: Tensor) -> Tensor:
     """The largest int32 t [B] for which the weights of keys >= t add up to `wanted` at least: t is one of the keys.
 
-    keys int32 [B, V]; weights integer, broadcast to keys; wanted integer [B], at most the sum. Bit by bit from the sign down:
-    32 passes, each one comparison and one sum."""
+    keys int32 [B, V]; weights integer [B, V] (None: each counts one); wanted int64 [B], at most the sum. Bit by bit
+    from the sign down: 32 passes, each one comparison and one sum."""
     found = torch.full_like(wanted, -(1 << 31), dtype=torch.int32)
     for bit in range(31, -1, -1):
-        # The sign bit is the one whose setting lowers an int32: start at the minimum and clear it first.
-        trial = found ^ -(1 << 31) if bit == 31 else found | (1 << bit)
-        enough = (weights * (keys >= trial.unsqueeze(-1))).sum(dim=-1) >= wanted
-        found = torch.where(enough, trial, found)
+        trial = found ^ -(1 << 31) if bit == 31 else found | (1 << bit)  # clearing the sign bit raises an int32
+        above = keys >= trial.unsqueeze(-1)
+        reached = (above if weights is None else weights * above).sum(dim=-1)
+        found = torch.where(reached >= wanted, trial, found)
     return found
 
 
-# --- Noise: an integer hash of (seed, position, token id), so that a draw depends on nothing else: not on the device, the
-# batch, or how the vocabulary is cut into tiles.
+# --- Noise: an integer hash of (seed, position, token id), so that a draw depends on nothing else: not on the
+# device, the batch, or how the vocabulary is cut into tiles.
 
 
 def row_keys(seed: Tensor, position: Tensor) -> Tensor:

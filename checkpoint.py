@@ -2,7 +2,7 @@
 
 Reads config.json, generation_config.json and safetensors (one file, or shards with an index), and believes none of
 them: a file that lies, lacks something or points outside its directory is a CheckpointError of one line. A key that
-config.json leaves out means what transformers' config class of the family says. Knows nothing of tokenizers, of devices,
+config.json leaves out means what transformers' config class of the family says. Knows nothing of tokenizers, devices,
 or of what a quantisation record means: that is plain data here.
 """
 
@@ -691,6 +691,7 @@ class CheckpointWriter:
         for number, names in enumerate(self.shards, 1):
             file = SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
             (self.directory / f"{number}.part").rename(self.directory / file)
+            (self.directory / file).chmod(0o666 & ~_umask())
             weight_map |= dict.fromkeys(names, file)
         if count > 1:
             self.write_json(INDEX_FILE, {"metadata": {"total_size": self.bytes}, "weight_map": weight_map})

@@ -72,6 +72,9 @@ class SamplingParams:
         return "top_k" if self.temperature > 0 else "greedy"
 
 
+DEFAULT_SAMPLING = SamplingParams()
+
+
 @dataclass
 class Completion:
     """One row's outcome. Times in seconds, without compilation; rates in tokens per second."""
@@ -334,7 +337,7 @@ class Generator:
     def start(
         self,
         prompts: Sequence[Sequence[int]],
-        params: SamplingParams = SamplingParams(),
+        params: SamplingParams = DEFAULT_SAMPLING,
         *,
         max_new_tokens: int,
         ignore_eos: bool = False,
@@ -388,7 +391,7 @@ class Generator:
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
-        params: SamplingParams = SamplingParams(),
+        params: SamplingParams = DEFAULT_SAMPLING,
         ignore_eos: bool = False,
         on_token: Callable[[int, int], None] | None = None,
     ) -> list[Completion]:

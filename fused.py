@@ -1,0 +1,142 @@
+"""The fused decode step: the chain of `kernels` over a Transformer's own weights, caches and state. Same meaning and same
+signature as `decoding.DecodeStep`; no second copy of any weight. Knows nothing of compilation or of who launches it.
+
+Legend: B rows, H hidden_size, Hq query heads, Hkv key/value heads, D head_dim, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+
+import kernels
+from decoding import DecodeState
+from model import Linear, Transformer
+from sampling import choose
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_ROWS = 64
+
+
+def unsupported(model: Transformer, state: DecodeState, device: torch.device) -> str | None:
+    """Why a fused step cannot serve this model and batch on this device, or None where it can."""
+    config, dtype, rows = model.config, model.embed_tokens.weight.dtype, state.token.shape[0]
+    if device.type != "cuda":
+        return f"the fused kernels need an NVIDIA GPU, not {device.type}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"the fused kernels need compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
+    if dtype not in DTYPES:
+        return f"the fused kernels do not know weights in {dtype}"
+    if rows > MOST_ROWS:
+        return f"the fused kernels serve up to {MOST_ROWS} rows, not {rows}"
+    if config.head_dim > 256:
+        return f"the fused kernels serve head_dim up to 256, not {config.head_dim}"
+    linears = [module for module in model.modules() if module.__class__.__name__.endswith("Linear")]
+    other = next((type(module).__name__ for module in linears if type(module) is not Linear), None)
+    return other and f"the fused kernels do not know {other}"
+
+
+class FusedStep(nn.Module):
+    """One token for every row, in place. Its buffers are what the kernels hand to each other."""
+
+    x: Tensor
+    scaled: Tensor
+    squares: Tensor
+    qkv: Tensor
+    mixed: Tensor
+    partial: Tensor
+    stats: Tensor
+    arrivals: Tensor
+    inner: Tensor
+    logits: Tensor
+    maxima: Tensor
+    listed: Tensor
+
+    def __init__(self, model: Transformer, state: DecodeState) -> None:
+        super().__init__()
+        self.model, self.state = model, state
+        config, batch = model.config, state.token.shape[0]
+        hidden, dim, vocab = config.hidden_size, config.head_dim, config.vocab_size
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        pairs, weight = batch * kv_heads, model.embed_tokens.weight
+        slots = model.layers[0].self_attn.cache.k.shape[2]
+        splits = kernels.spread(pairs, slots).splits
+        parts = -(-hidden // kernels.tile(hidden, config.intermediate_size, batch=batch).rows)
+        blocks = -(-vocab // kernels.tile(vocab, hidden, batch=batch).rows)
+
+        def add(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=weight.device), persistent=False)
+
+        add("x", (batch, hidden))  # the residual
+        add("scaled", (batch, hidden), weight.dtype)  # x * the gain of the norm that comes next
+        add("squares", (batch, parts))
+        add("qkv", (batch, (heads + 2 * kv_heads) * dim))
+        add("mixed", (batch, heads * dim), weight.dtype)  # what attention returns
+        add("partial", (pairs, splits, heads // kv_heads, dim))
+        add("stats", (pairs, splits, 2, heads // kv_heads))
+        add("arrivals", (pairs,), torch.int32)
+        add("inner", (batch, config.intermediate_size), weight.dtype)  # what down reads
+        add("logits", (batch, vocab))
+        add("maxima", (batch, blocks))
+        add("listed", (batch, blocks), torch.int32)
+
+    def forward(self, sampler: str, kv_length: int | None = None) -> None:
+        """`kv_length` is of no use here: the kernels read the positions."""
+        model, state, config = self.model, self.state, self.model.config
+        eps, multiplier = config.rms_norm_eps, config.residual_multiplier
+        x, scaled, squares = self.x, self.scaled, self.squares
+        gains = [block.input_layernorm.weight for block in model.blocks()]
+        gains.append(model.norm.weight)
+        table = model.embed_tokens.weight
+        kernels.embed(state.token, table, gains[0], config.embedding_multiplier, x, scaled, squares)
+        for block, next_gain in zip(model.blocks(), gains[1:], strict=True):
+            attention, mlp = block.self_attn, block.mlp
+            project, output = attention.qkv_proj, attention.o_proj
+            kernels.project(scaled, squares, project.weight, project.bias, eps, self.qkv)
+            kernels.attend(
+                self.qkv,
+                None if attention.q_norm is None else attention.q_norm.weight,
+                None if attention.k_norm is None else attention.k_norm.weight,
+                model.rope.cos if attention.rotary else None,
+                model.rope.sin if attention.rotary else None,
+                state.position,
+                state.done,
+                attention.cache.k,
+                attention.cache.v,
+                output.weight,
+                attention.scale,
+                eps,
+                attention.window or 0,
+                model.capacity,
+                self.mixed,
+                self.partial,
+                self.stats,
+                self.arrivals,
+            )
+            gain = block.post_attention_layernorm.weight
+            kernels.project_residual(self.mixed, output.weight, output.bias, gain, multiplier, x, scaled, squares)
+            gate_up, down = mlp.gate_up_proj, mlp.down_proj
+            kernels.project_gated(scaled, squares, gate_up.weight, gate_up.bias, eps, self.inner)
+            kernels.project_residual(self.inner, down.weight, down.bias, next_gain, multiplier, x, scaled, squares)
+        head = model.lm_head.weight
+        kernels.project_logits(scaled, squares, head, eps, 1.0 / config.logits_scaling, self.logits, self.maxima)
+        if sampler == "full":  # as generated code: it is asked for seldom
+            state.advance(choose(sampler, self.logits, state.settings, state.position + 1, state.seen))
+            return
+        kernels.select(
+            self.logits,
+            self.maxima,
+            sampler == "greedy",
+            state.temperature,
+            state.top_k,
+            state.min_p,
+            state.seed,
+            state.limit,
+            state.eos,
+            state.token,
+            state.position,
+            state.done,
+            state.ring,
+            state.count,
+            state.seen,
+            self.listed,
+            self.arrivals,
+        )

@@ -1,0 +1,729 @@
+"""The Triton kernels of the fused decode step, as custom ops that write into buffers given to them, each beside its plain
+torch reference. Knows tensors and their shapes; knows nothing of models, nor of who allocates the buffers.
+
+A step is one chain of launches: embed; per layer project (q, k, v), attend, project_residual (o), project_gated,
+project_residual (down); then project_logits and select. Decoding is a stream of weights, and all else hides behind it:
+
+- Programmatic dependent launch. A kernel starts while the one before still runs, asks for its first weights, lets the next
+  kernel start, and only then waits (`_await`). Before the wait a kernel loads nothing that the step writes (but the keys and
+  values of earlier steps, which stay) and stores nothing; every program waits, so that a wait covers the whole chain before
+  it. The first kernel of a step is launched without it: a step begins when the one before is over.
+- RMSNorm is cut in three. Whoever produces the residual x leaves x * gain, the input of the next product, and sums of x * x
+  over as many rows as one of its programs has; whoever consumes them scales after the product, by 1 / rms.
+- No float atomics, and fixed orders of summation: a replay is equal to the bit. The one integer atomic counts arrivals.
+
+On CPU tensors an op runs its reference, or, where TRITON_INTERPRET=1, its kernel in Triton's interpreter.
+
+Legend: B rows of the batch, N outputs, K inputs of a product, H hidden_size, Hq query heads, Hkv key/value heads,
+G = Hq / Hkv, D head_dim, S cache slots, V vocabulary, P parts of a sum of squares, M blocks of logits.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sampling import Settings, choose
+
+INTERPRETED = triton.knobs.runtime.interpret
+DELAY_NS = 20_000
+delayed: str | None = None  # tests name a kernel here that is to dawdle, so that a missing wait shows
+
+
+@cache
+def chained(device: torch.device) -> bool:
+    """Whether kernels on this device overlap by programmatic dependent launch (Hopper and newer)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _launch(kernel: Any, programs: int, *args: Any, first: bool = False, **options: Any) -> None:
+    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    if chained(device) and not first:
+        options["launch_pdl"] = True
+    late = DELAY_NS if delayed == kernel.__name__ else 0
+    kernel[(programs,)](*args, CHAIN=chained(device), DELAY=late, **options)
+
+
+def _runs_kernel(tensor: Tensor) -> bool:
+    return tensor.is_cuda or INTERPRETED
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is n or more."""
+    return 1 << (n - 1).bit_length()
+
+
+@triton.jit
+def _await(CHAIN: tl.constexpr, DELAY: tl.constexpr):
+    """Let the next kernel start; go on when all kernels before have ended and their stores are visible."""
+    if CHAIN:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if DELAY > 0:
+        tl.inline_asm_elementwise("nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [DELAY], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _prefetch(base, size, LANES: tl.constexpr):
+    """Ask for `size` bytes at `base`, both multiples of 16, to be brought into L2; LANES is the program's threads."""
+    share = (size + LANES * 16 - 1) // (LANES * 16) * 16
+    start = tl.arange(0, LANES) * share
+    length = tl.minimum(share, size - start)
+    asm: tl.constexpr = """{ .reg .pred some; setp.gt.s32 some, $2, 0;
+        @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"""
+    tl.inline_asm_elementwise(asm, "=r,l,r", [base.to(tl.int64) + start, length], tl.int32, is_pure=False, pack=1)
+
+
+# --- Embedding
+
+
+@triton.jit
+def _embed_kernel(
+    token, table, gain, x, scaled, squares, multiplier,
+    H: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, CHAIN: tl.constexpr, DELAY: tl.constexpr,
+):  # fmt: skip
+    programs: tl.constexpr = (P + UNITS - 1) // UNITS
+    b, part = tl.program_id(0) // programs, tl.program_id(0) % programs
+    unit = part * UNITS + tl.arange(0, UNITS)
+    at = unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :]  # [UNITS, UNIT]
+    _await(CHAIN, DELAY)
+    row = tl.load(table + tl.load(token + b) * H + at, mask=at < H, other=0.0).to(tl.float32) * multiplier
+    tl.store(x + b * H + at, row, mask=at < H)
+    tl.store(scaled + b * H + at, row * tl.load(gain + at, mask=at < H, other=0.0), mask=at < H)
+    tl.store(squares + b * P + unit, tl.sum(row * row, 1), mask=unit < P)
+
+
+@torch.library.custom_op("nearroof::embed", mutates_args=("x", "scaled", "squares"))
+def embed(token: Tensor, table: Tensor, gain: Tensor, multiplier: float, x: Tensor, scaled: Tensor, squares: Tensor) -> None:
+    """The first residual: x fp32 [B, H] = table[token] * multiplier, scaled [B, H] = x * gain, squares fp32 [B, P]."""
+    if not _runs_kernel(x):
+        return embed_reference(token, table, gain, multiplier, x, scaled, squares)
+    (batch, hidden), parts = x.shape, squares.shape[1]
+    unit = block_size(hidden, parts)
+    units = max(1, 1024 // unit)
+    _launch(
+        _embed_kernel, batch * -(-parts // units), token, table, gain, x, scaled, squares, multiplier, first=True,
+        H=hidden, P=parts, UNIT=unit, UNITS=units, num_warps=4,
+    )  # fmt: skip
+    return None
+
+
+def embed_reference(
+    token: Tensor, table: Tensor, gain: Tensor, multiplier: float, x: Tensor, scaled: Tensor, squares: Tensor
+) -> None:
+    x.copy_(table[token].float() * multiplier)
+    _leave_normed(x, gain, scaled, squares)
+
+
+def block_size(size: int, blocks: int) -> int:
+    """The power of two that cuts `size` into this many blocks."""
+    return power_of_two(-(-size // blocks))
+
+
+def _blocks(x: Tensor, blocks: int, fill: float) -> Tensor:
+    """[B, size] -> [B, blocks, block]."""
+    block = block_size(x.shape[1], blocks)
+    return F.pad(x, (0, blocks * block - x.shape[1]), value=fill).view(x.shape[0], blocks, block)
+
+
+def _leave_normed(x: Tensor, gain: Tensor, scaled: Tensor, squares: Tensor) -> None:
+    scaled.copy_(x * gain)
+    squares.copy_(_blocks(x * x, squares.shape[1], 0.0).sum(-1))
+
+
+# --- Products with a weight matrix. One kernel, four ends.
+
+
+class Tile(NamedTuple):
+    """How one program of a product works: `rows` outputs, `columns` inputs at a time."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int = 3  # of the pipeline through shared memory, for more than one row of the batch
+
+
+# By (outputs, inputs, whether gated) of a product, for one row: measured on an H200.
+TILES: dict[tuple[int, int, bool], Tile] = {}
+
+
+def tile(outputs: int, inputs: int, gated: bool = False, batch: int = 1) -> Tile:
+    """The tile for a product of this shape. `rows` is also how many outputs one part of `squares` or `maxima` covers."""
+    if batch > 1:
+        return Tile(32 if outputs >= 8192 else 16, min(256, max(16, power_of_two(inputs))), 4)
+    warps = 4 if inputs >= 1024 else 2 if inputs >= 512 else 1
+    columns = min(power_of_two(inputs), 256 * warps)
+    return TILES.get((outputs, inputs, gated)) or Tile(4 if gated else 8, columns, warps)
+
+
+@triton.jit
+def _reduce_vectors(x, VECTOR: tl.constexpr):
+    """Sum each thread's own vector: what is left to add up costs few registers."""
+    rows: tl.constexpr = x.shape[0]
+    return tl.sum(tl.reshape(x, (rows, x.shape[1] // VECTOR, VECTOR)), 2)
+
+
+@triton.jit
+def _columns(at, step: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, HINT: tl.constexpr):
+    """Step's columns of the rows that the pointers `at`, [ROWS, COLUMNS], point to the first columns of; zero past K."""
+    if K % COLUMNS == 0:
+        return tl.load(at + step * COLUMNS, eviction_policy=HINT)
+    mask = (tl.arange(0, COLUMNS) < K - step * COLUMNS)[None, :]
+    return tl.load(at + step * COLUMNS, mask=mask, other=0.0, eviction_policy=HINT)
+
+
+@triton.jit
+def _project_kernel(
+    h, squares, weight, bias, gain, x, out, parts, eps, multiplier,
+    END: tl.constexpr, B: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SQUARES: tl.constexpr, SQUARES_PADDED: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BATCH: tl.constexpr, LANES: tl.constexpr, CHAIN: tl.constexpr, DELAY: tl.constexpr,
+):  # fmt: skip
+    STEPS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    BITS: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth
+    GATED: tl.constexpr = END == "gated"
+    first = tl.program_id(0) * ROWS
+    row = first + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    own = weight + first.to(tl.int64) * K  # this program's rows
+    lines = tl.arange(0, ROWS)
+    if N % ROWS != 0:
+        lines = tl.minimum(lines, N - 1 - first)
+    at = own + lines[:, None] * K + column[None, :]
+    b = tl.arange(0, BATCH)
+    inner = row < N
+    inside = inner[:, None] & (b < B)[None, :]
+    to = b[None, :] * N + row[:, None]  # [ROWS, BATCH], of the ends
+
+    # What no kernel of the step writes may be asked for before the wait.
+    if bias is not None:
+        offset = tl.load(bias + row, mask=inner, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up_offset = tl.load(bias + N + row, mask=inner, other=0.0).to(tl.float32)[:, None]
+    if END == "residual":
+        weight_of_norm = tl.load(gain + row, mask=inner, other=0.0).to(tl.float32)[:, None]
+    if B == 1:
+        w = _columns(at, 0, K, COLUMNS, "evict_first")
+        if GATED:
+            v = _columns(at + N * K, 0, K, COLUMNS, "evict_first")
+    elif CHAIN and K % 16 == 0:  # the pipeline below starts after the wait
+        size = tl.minimum(ROWS, N - first) * (K * BITS // 8)
+        _prefetch(own, size, LANES)
+        if GATED:
+            _prefetch(own + N * K, size, LANES)
+    _await(CHAIN, DELAY)
+
+    if END == "residual":
+        before = tl.load(x + to, mask=inside, other=0.0)
+    if squares is not None:
+        part = tl.arange(0, SQUARES_PADDED)[None, :]
+        sums = tl.load(squares + b[:, None] * SQUARES + part, mask=(part < SQUARES) & (b < B)[:, None], other=0.0)
+    if B == 1:
+        VECTOR: tl.constexpr = 128 // BITS  # what a thread loads at once
+        y = tl.zeros((ROWS, COLUMNS // VECTOR), tl.float32)
+        z = tl.zeros((ROWS, COLUMNS // VECTOR), tl.float32)
+        for step in tl.static_range(STEPS):
+            inputs = _columns(h + column[None, :], step, K, COLUMNS, "evict_last").to(tl.float32)
+            if step + 1 < STEPS:  # the next weights are on their way while these are used
+                next_w = _columns(at, step + 1, K, COLUMNS, "evict_first")
+                if GATED:
+                    next_v = _columns(at + N * K, step + 1, K, COLUMNS, "evict_first")
+            y += _reduce_vectors(w.to(tl.float32) * inputs, VECTOR)
+            if GATED:
+                z += _reduce_vectors(v.to(tl.float32) * inputs, VECTOR)
+            if step + 1 < STEPS:
+                w = next_w
+                if GATED:
+                    v = next_v
+        y = tl.sum(y, 1)[:, None]  # [ROWS, 1]
+        if GATED:
+            z = tl.sum(z, 1)[:, None]
+    else:
+        y = tl.zeros((BATCH, ROWS), tl.float32)
+        z = tl.zeros((BATCH, ROWS), tl.float32)
+        for step in tl.range(STEPS):
+            left = (column < K - step * COLUMNS)[None, :]
+            inputs = tl.load(h + b[:, None] * K + step * COLUMNS + column[None, :], mask=left & (b < B)[:, None], other=0.0)
+            w = tl.load(at + step * COLUMNS, mask=left, other=0.0)
+            y = tl.dot(inputs, tl.trans(w), y, input_precision="ieee")
+            if GATED:
+                v = tl.load(at + N * K + step * COLUMNS, mask=left, other=0.0)
+                z = tl.dot(inputs, tl.trans(v), z, input_precision="ieee")
+        y, z = tl.trans(y), tl.trans(z)  # [ROWS, BATCH]
+
+    if squares is not None:
+        scale = tl.rsqrt(tl.sum(sums, 1) / K + eps)[None, :]
+        y *= scale
+        if GATED:
+            z *= scale
+    if bias is not None:
+        y += offset
+        if GATED:
+            z += up_offset
+    if END == "gated":
+        y = y / (1 + tl.exp(-y)) * z
+    if END == "residual":
+        y = before + y * multiplier
+        tl.store(x + to, y, mask=inside)
+        tl.store(parts + b * PARTS + tl.program_id(0), tl.sum(tl.where(inside, y * y, 0.0), 0), mask=b < B)
+        y *= weight_of_norm
+    if END == "logits":
+        y *= multiplier
+        largest = tl.max(tl.where(inside, y, float("-inf")), 0)
+        tl.store(parts + b * PARTS + tl.program_id(0), largest, mask=b < B)
+    tl.store(out + to, y, mask=inside)
+
+
+def _project(
+    end: str, h: Tensor, weight: Tensor, out: Tensor, *, squares: Tensor | None = None, bias: Tensor | None = None,
+    gain: Tensor | None = None, x: Tensor | None = None, parts: Tensor | None = None, eps: float = 0.0,
+    multiplier: float = 1.0,
+) -> None:  # fmt: skip
+    (batch, inputs), outputs = h.shape, out.shape[1]
+    shape = tile(outputs, inputs, end == "gated", batch)
+    rows = shape.rows if parts is None else block_size(outputs, parts.shape[1])
+    sums = 1 if squares is None else squares.shape[1]
+    _launch(
+        _project_kernel, -(-outputs // rows), h, squares, weight, bias, gain, x, out, parts, eps, multiplier,
+        END=end, B=batch, N=outputs, K=inputs, SQUARES=sums, SQUARES_PADDED=power_of_two(sums),
+        PARTS=1 if parts is None else parts.shape[1], ROWS=rows, COLUMNS=shape.columns,
+        BATCH=1 if batch == 1 else max(16, power_of_two(batch)), LANES=32 * shape.warps,
+        num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+
+
+def _product_reference(h: Tensor, weight: Tensor, bias: Tensor | None, squares: Tensor | None, eps: float) -> Tensor:
+    y = h.float() @ weight.float().T
+    if squares is not None:
+        y *= torch.rsqrt(squares.sum(-1, keepdim=True) / h.shape[1] + eps)
+    return y if bias is None else y + bias.float()
+
+
+@torch.library.custom_op("nearroof::project", mutates_args=("out",))
+def project(h: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor) -> None:
+    """out fp32 [B, N] = RMSNorm'd input @ weight^T + bias. h [B, K] is x * gain, squares [B, P] sum to x * x."""
+    if not _runs_kernel(h):
+        return project_reference(h, squares, weight, bias, eps, out)
+    return _project("plain", h, weight, out, squares=squares, bias=bias, eps=eps)
+
+
+def project_reference(h: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor) -> None:
+    out.copy_(_product_reference(h, weight, bias, squares, eps))
+
+
+@torch.library.custom_op("nearroof::project_gated", mutates_args=("out",))
+def project_gated(h: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor) -> None:
+    """out [B, N] = silu(gate) * up, where weight [2 N, K] holds the rows of gate, then those of up. As `project`."""
+    if not _runs_kernel(h):
+        return project_gated_reference(h, squares, weight, bias, eps, out)
+    return _project("gated", h, weight, out, squares=squares, bias=bias, eps=eps)
+
+
+def project_gated_reference(
+    h: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
+) -> None:
+    gate, up = _product_reference(h, weight, bias, squares, eps).chunk(2, dim=-1)
+    out.copy_(F.silu(gate) * up)
+
+
+@torch.library.custom_op("nearroof::project_residual", mutates_args=("x", "scaled", "squares"))
+def project_residual(
+    h: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor, multiplier: float, x: Tensor, scaled: Tensor,
+    squares: Tensor,
+) -> None:  # fmt: skip
+    """x fp32 [B, N] += (h [B, K] @ weight^T + bias) * multiplier; leaves x * gain and squares for the next norm."""
+    if not _runs_kernel(h):
+        return project_residual_reference(h, weight, bias, gain, multiplier, x, scaled, squares)
+    return _project("residual", h, weight, scaled, bias=bias, gain=gain, x=x, parts=squares, multiplier=multiplier)
+
+
+def project_residual_reference(
+    h: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor, multiplier: float, x: Tensor, scaled: Tensor,
+    squares: Tensor,
+) -> None:  # fmt: skip
+    x += _product_reference(h, weight, bias, None, 0.0) * multiplier
+    _leave_normed(x, gain, scaled, squares)
+
+
+@torch.library.custom_op("nearroof::project_logits", mutates_args=("logits", "maxima"))
+def project_logits(
+    h: Tensor, squares: Tensor, weight: Tensor, eps: float, multiplier: float, logits: Tensor, maxima: Tensor
+) -> None:
+    """logits fp32 [B, V] = `project` times multiplier; maxima fp32 [B, M]: the largest of each block of logits."""
+    if not _runs_kernel(h):
+        return project_logits_reference(h, squares, weight, eps, multiplier, logits, maxima)
+    return _project("logits", h, weight, logits, squares=squares, parts=maxima, eps=eps, multiplier=multiplier)
+
+
+def project_logits_reference(
+    h: Tensor, squares: Tensor, weight: Tensor, eps: float, multiplier: float, logits: Tensor, maxima: Tensor
+) -> None:
+    logits.copy_(_product_reference(h, weight, None, squares, eps) * multiplier)
+    maxima.copy_(_blocks(logits, maxima.shape[1], float("-inf")).amax(-1))
+
+
+# --- Attention over the cache, one query a row.
+
+
+class Spread(NamedTuple):
+    """How the slots of one KV head are spread over programs: at most `splits` of them, each with `least` slots or more,
+    `block` at a time. `ahead`: bytes of the next weights to bring into L2 meanwhile, as this kernel waits most."""
+
+    splits: int
+    least: int = 256
+    block: int = 64
+    warps: int = 4
+    ahead: int = 1 << 25
+
+
+def spread(pairs: int, slots: int) -> Spread:
+    """For `pairs` = B * Hkv: about one program a multiprocessor, or two."""
+    return Spread(max(1, min(16, power_of_two(128 // pairs or 1), -(-slots // 256))))
+
+
+@triton.jit
+def _heads(
+    qkv, gain, cos, sin, head, real, eps, D: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr
+):  # fmt: skip
+    """Heads of q or k, normalised and rotated: fp32 [heads, WIDTH]."""
+    d = tl.arange(0, WIDTH)[None, :]
+    at = qkv + head[:, None] * D
+    real = real[:, None] & (d < D)
+    own = tl.load(at + d, mask=real, other=0.0)
+    if gain is not None:
+        scale = tl.rsqrt(tl.sum(own * own, 1) / D + eps)[:, None]
+        own *= scale * tl.load(gain + d, mask=d < D, other=0.0).to(tl.float32)
+    if HALF > 0:
+        turns = d < 2 * HALF
+        partner = tl.where(d < HALF, d + HALF, d - HALF)
+        other = tl.load(at + partner, mask=real & turns, other=0.0)
+        if gain is not None:
+            other *= scale * tl.load(gain + partner, mask=turns, other=0.0).to(tl.float32)
+        angle = d % HALF
+        own *= tl.load(cos + angle, mask=turns, other=1.0)
+        own += tl.where(d < HALF, -other, other) * tl.load(sin + angle, mask=turns, other=0.0)
+    return own
+
+
+@triton.jit
+def _attend_kernel(
+    qkv, q_gain, k_gain, cos, sin, position, done, k_cache, v_cache, out, partial, stats, arrivals, ahead,
+    scale, eps, capacity, WINDOW: tl.constexpr, PAIRS: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    LANES: tl.constexpr, CHAIN: tl.constexpr, DELAY: tl.constexpr,
+):  # fmt: skip
+    G: tl.constexpr = HQ // HKV
+    dtype: tl.constexpr = k_cache.dtype.element_ty
+    ROW_BYTES: tl.constexpr = D * dtype.primitive_bitwidth // 8
+    pair, split = tl.program_id(0) % PAIRS, tl.program_id(0) // PAIRS
+    b, kv = pair // HKV, pair % HKV
+
+    # The slots of earlier steps that this program reads: [start, end).
+    finished = tl.load(done + b) != 0
+    slot = tl.where(finished, capacity, tl.load(position + b)).to(tl.int32)
+    first = tl.maximum(slot - WINDOW + 1, 0) if WINDOW > 0 else 0
+    earlier = tl.where(finished, 0, slot - first)
+    share = tl.maximum(LEAST, tl.cdiv(tl.cdiv(earlier, SPLITS), BLOCK) * BLOCK)
+    active = tl.maximum(1, tl.cdiv(earlier, share))
+    start = first + split * share
+    end = tl.minimum(start + share, first + earlier)
+    t = tl.arange(0, BLOCK)
+    d = tl.arange(0, WIDTH)[None, :]
+    cache = pair.to(tl.int64) * (SLOTS * D)
+    at = cache + (start + t)[:, None] * D + d  # [BLOCK, WIDTH]
+    inside = (start + t < end)[:, None] & (d < D)
+    k = tl.load(k_cache + at, mask=inside, other=0.0)
+    v = tl.load(v_cache + at, mask=inside, other=0.0)
+    if CHAIN:
+        rest = (end - start - BLOCK) * ROW_BYTES
+        _prefetch(k_cache + cache + (start + BLOCK) * D, rest, LANES)
+        _prefetch(v_cache + cache + (start + BLOCK) * D, rest, LANES)
+        if AHEAD > 0:
+            PIECE: tl.constexpr = AHEAD // (PAIRS * SPLITS) // 16 * 16
+            _prefetch(ahead.to(tl.int64) + tl.program_id(0) * PIECE, PIECE, LANES)
+    _await(CHAIN, DELAY)
+
+    if split < active:
+        qkv += b * ((HQ + 2 * HKV) * D)
+        if HALF > 0:
+            cos += slot * HALF
+            sin += slot * HALF
+        g = tl.arange(0, GROUP)
+        one = tl.arange(0, 1)
+        q = _heads(qkv, q_gain, cos, sin, kv * G + g, g < G, eps, D, WIDTH, HALF).to(dtype)
+        new_k = _heads(qkv, k_gain, cos, sin, HQ + kv + one, one == 0, eps, D, WIDTH, HALF).to(dtype)  # [1, WIDTH]
+        new_v = tl.load(qkv + (HQ + HKV + kv) * D + d, mask=d < D, other=0.0).to(dtype)
+        newest = split == 0  # this program has the step's own slot too
+        if newest:
+            tl.store(k_cache + cache + slot * D + d, new_k, mask=d < D)
+            tl.store(v_cache + cache + slot * D + d, new_v, mask=d < D)
+        score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * scale
+        top = tl.where(newest, score, float("-inf"))  # [GROUP], in powers of two
+        total = tl.where(newest, tl.full((GROUP,), 1.0, tl.float32), 0.0)
+        mixed = tl.where(newest, tl.zeros((GROUP, WIDTH), tl.float32) + new_v.to(tl.float32), 0.0)
+        for block in range(start, end, BLOCK):
+            at += BLOCK * D
+            inside = (block + BLOCK + t < end)[:, None] & (d < D)
+            next_k = tl.load(k_cache + at, mask=inside, other=0.0)
+            next_v = tl.load(v_cache + at, mask=inside, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            scores = tl.where((block + t < end)[None, :], scores, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            shrink = tl.exp2(top - higher)
+            weights = tl.exp2(scores - higher[:, None])
+            total = total * shrink + tl.sum(weights, 1)
+            mixed = tl.dot(weights.to(dtype), v, mixed * shrink[:, None], input_precision="ieee")
+            top, k, v = higher, next_k, next_v
+
+        to = (b * HQ + kv * G) * D  # of this group in out
+        if active == 1:
+            tl.store(out + to + g[:, None] * D + d, mixed / total[:, None], mask=(g < G)[:, None] & (d < D))
+        else:
+            part = pair * SPLITS + split
+            tl.store(partial + part * (G * D) + g[:, None] * D + d, mixed, mask=(g < G)[:, None] & (d < D))
+            tl.store(stats + part * (2 * G) + g, top, mask=g < G)
+            tl.store(stats + part * (2 * G) + G + g, total, mask=g < G)
+            tl.debug_barrier()  # all threads' stores come before the count
+            if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == active - 1:  # the last to arrive combines, in order
+                tl.store(arrivals + pair, 0)
+                _combine(out + to, partial, stats, pair * SPLITS, active, G, D, WIDTH, SPLITS_PADDED)
+
+
+@triton.jit
+def _combine(
+    out, partial, stats, part, active, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr
+):
+    s = tl.arange(0, SPLITS)
+    d = tl.arange(0, WIDTH)
+    for g in tl.static_range(G):
+        # .cg: past the L1 cache, which may hold what an earlier layer left there
+        at = stats + (part + s) * (2 * G) + g
+        top = tl.load(at, mask=s < active, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(at + G, mask=s < active, other=0.0, cache_modifier=".cg")
+        at = partial + (part + s)[:, None] * (G * D) + g * D + d[None, :]
+        mixed = tl.load(at, mask=(s < active)[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg")
+        weight = tl.exp2(top - tl.max(top, 0))
+        tl.store(out + g * D + d, tl.sum(mixed * weight[:, None], 0) / tl.sum(total * weight, 0), mask=d < D)
+
+
+@torch.library.custom_op("nearroof::attend", mutates_args=("k_cache", "v_cache", "out", "partial", "stats", "arrivals"))
+def attend(
+    qkv: Tensor, q_gain: Tensor | None, k_gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, position: Tensor,
+    done: Tensor, k_cache: Tensor, v_cache: Tensor, ahead: Tensor | None, scale: float, eps: float, window: int,
+    capacity: int, out: Tensor, partial: Tensor, stats: Tensor, arrivals: Tensor,
+) -> None:  # fmt: skip
+    """out [B, Hq * D] = attention of each row's query over its cache, [B, Hkv, S, D], up to its position.
+
+    qkv fp32 [B, (Hq + 2 Hkv) * D]; q and k are normalised (q_gain, k_gain [D]) and rotated (cos, sin fp32 [S, half]) first,
+    and k and v stored at the position, or at `capacity` where the row is done (whose output means nothing). `window` 0: none.
+    partial fp32 [B * Hkv, splits, G, D], stats fp32 [B * Hkv, splits, 2, G] are room; arrivals int32 [B * Hkv] is zero
+    before and after. `ahead`: weights that are read next."""
+    if not _runs_kernel(qkv):
+        return attend_reference(
+            qkv, q_gain, k_gain, cos, sin, position, done, k_cache, v_cache, scale, eps, window, capacity, out
+        )
+    batch, kv_heads, slots, dim = k_cache.shape
+    heads = out.shape[1] // dim
+    plan = spread(batch * kv_heads, slots)
+    splits = partial.shape[1]
+    held = 0 if ahead is None else ahead.numel() * ahead.element_size()
+    _launch(
+        _attend_kernel, batch * kv_heads * splits, qkv, q_gain, k_gain, cos, sin, position, done, k_cache, v_cache, out,
+        partial, stats, arrivals, ahead, scale * 1.4426950408889634, eps, capacity, WINDOW=window, PAIRS=batch * kv_heads,
+        HQ=heads, HKV=kv_heads, D=dim, WIDTH=max(16, power_of_two(dim)), HALF=0 if cos is None else cos.shape[1],
+        GROUP=max(16, power_of_two(heads // kv_heads)), SLOTS=slots, SPLITS=splits, SPLITS_PADDED=power_of_two(splits),
+        LEAST=plan.least, BLOCK=plan.block, AHEAD=min(plan.ahead, held), LANES=32 * plan.warps, num_warps=plan.warps,
+    )  # fmt: skip
+    return None
+
+
+def attend_reference(
+    qkv: Tensor, q_gain: Tensor | None, k_gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, position: Tensor,
+    done: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, eps: float, window: int, capacity: int, out: Tensor,
+) -> None:  # fmt: skip
+    batch, kv_heads, slots, dim = k_cache.shape
+    at = torch.where(done, capacity, position)
+    heads = qkv.view(batch, -1, dim)
+    q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    if q_gain is not None and k_gain is not None:
+        q, k = F.rms_norm(q, (dim,), q_gain.float(), eps), F.rms_norm(k, (dim,), k_gain.float(), eps)
+    if cos is not None and sin is not None:
+        q, k = (_rotate(x, cos[at].unsqueeze(1), sin[at].unsqueeze(1)) for x in (q, k))
+    rows = torch.arange(batch, device=qkv.device)
+    k_cache[rows, :, at] = k.to(k_cache.dtype)
+    v_cache[rows, :, at] = v.to(v_cache.dtype)
+    slot, at = torch.arange(slots, device=qkv.device), at.view(-1, 1, 1, 1)
+    seen = (slot <= at) & (slot > at - (window or slots))
+    q = q.to(k_cache.dtype).float().view(batch, kv_heads, -1, dim)  # [B, Hkv, G, D]
+    weights = (q @ k_cache.float().transpose(2, 3) * scale).masked_fill(~seen, float("-inf")).softmax(-1)
+    out.copy_((weights @ v_cache.float()).reshape(out.shape))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    low, high, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1)
+
+
+# --- Choice of the next token, and the end of the step.
+
+
+@triton.jit
+def _sortable(x):
+    """fp32 -> int32 that sorts as the floats do."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _finalize(h):
+    h ^= h >> 16
+    h *= 0x85EBCA6B
+    h ^= h >> 13
+    h *= 0xC2B2AE35
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _gumbel(seed, position, token_ids):
+    """The noise of `sampling.gumbel`, in uint32, whose shifts are logical."""
+    GOLDEN: tl.constexpr = 0x9E3779B9
+    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    first = _finalize(_finalize(low ^ _finalize(high)) + position.to(tl.uint32) * GOLDEN)
+    second = _finalize(first ^ 0x5BD1E995)
+    mixed = _finalize(_finalize(token_ids.to(tl.uint32) * GOLDEN + first) ^ second)
+    uniform = ((mixed >> 9).to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _listed(
+    entry, count, listed, logits, top, temperature, UNIT: tl.constexpr, V: tl.constexpr
+):  # fmt: skip
+    """Tokens of the listed blocks: ids [entries, UNIT], scaled logits (-inf where there is none)."""
+    block = tl.load(listed + entry, mask=entry < count, other=V)
+    ids = block[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
+    logit = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
+    return ids, tl.div_rn(logit - top, temperature)
+
+
+@triton.jit
+def _select_kernel(
+    logits, maxima, listed, temperature, top_k, min_p, seed, token, position, done, limit, ring, count, eos, seen, arrivals,
+    GREEDY: tl.constexpr, B: tl.constexpr, V: tl.constexpr, M: tl.constexpr, M_PADDED: tl.constexpr, UNIT: tl.constexpr,
+    ENTRIES: tl.constexpr, RING: tl.constexpr, EOS: tl.constexpr, CHAIN: tl.constexpr, DELAY: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    block = tl.arange(0, M_PADDED)
+    entry = tl.arange(0, ENTRIES)
+    logits += b * V
+    listed += b * M
+    at = tl.load(position + b)
+    LEAST: tl.constexpr = -(1 << 31)
+    _await(CHAIN, DELAY)
+    largest = tl.load(maxima + b * M + block, mask=block < M, other=float("-inf"))
+    top = tl.max(largest, 0)
+    if GREEDY:
+        best = tl.min(tl.where(largest == top, block, M - 1), 0) * UNIT + tl.arange(0, UNIT)
+        found = tl.load(logits + best, mask=best < V, other=float("-inf")) == top
+        chosen = tl.min(tl.where(found, best, V - 1), 0)
+    else:
+        heat = tl.load(temperature + b)
+        cold = heat == 0
+        heat = tl.where(cold, 1.0, heat)
+        k = tl.minimum(tl.maximum(tl.load(top_k + b), 1), V).to(tl.int32)
+        # A bound that the k-th largest logit reaches: k blocks have a maximum that does. Any will do that leaves few blocks.
+        keys = tl.where(block < M, _sortable(tl.div_rn(largest - top, heat)), LEAST)
+        low, high, blocks = LEAST, 1, M
+        while (k < M) & (low + 1 < high) & (blocks > k + k // 4 + 16):
+            middle = (low >> 1) + (high >> 1) + (low & high & 1)
+            above = tl.sum((keys >= middle).to(tl.int32), 0)
+            enough = above >= k
+            low, blocks, high = tl.where(enough, middle, low), tl.where(enough, above, blocks), tl.where(enough, high, middle)
+        hit = (keys >= low) & (block < M)
+        tl.store(listed + tl.cumsum(hit.to(tl.int32), 0) - 1, block, mask=hit)
+        tl.debug_barrier()
+        # The threshold: the largest that k logits reach, or any that exactly k do.
+        high, reached = 1, V
+        while (k < V) & (low + 1 < high) & (reached != k):
+            middle = (low >> 1) + (high >> 1) + (low & high & 1)
+            above = 0
+            for i in range(0, blocks, ENTRIES):
+                ids, scaled = _listed(i + entry, blocks, listed, logits, top, heat, UNIT, V)
+                above += tl.sum((_sortable(scaled) >= middle).to(tl.int32))
+            enough = above >= k
+            low, reached, high = tl.where(enough, middle, low), tl.where(enough, above, reached), tl.where(enough, high, middle)
+        least = tl.log(tl.load(min_p + b))
+        chosen, best_score = 0, float("-inf")
+        for i in range(0, blocks, ENTRIES):
+            ids, scaled = _listed(i + entry, blocks, listed, logits, top, heat, UNIT, V)
+            score = tl.where(cold, scaled, scaled + _gumbel(tl.load(seed + b), at + 1, ids))
+            kept = (_sortable(scaled) >= low) & (scaled >= least) & (ids < V)
+            score = tl.where(kept, score, float("-inf"))
+            best = tl.max(score)
+            of_best = tl.min(tl.where(kept & (score == best), ids, V - 1))
+            better = (best > best_score) | ((best == best_score) & (of_best < chosen))
+            chosen, best_score = tl.where(better, of_best, chosen), tl.where(better, best, best_score)
+
+    # As `DecodeState.advance`.
+    over = tl.load(done + b) != 0
+    steps = tl.load(count)
+    tl.store(ring + (steps % RING) * B + b, tl.where(over, -1, chosen))
+    tl.store(seen + b.to(tl.int64) * V + chosen, 1)
+    following = at + tl.where(over, 0, 1)
+    ends = tl.max((tl.load(eos + tl.arange(0, EOS)) == chosen).to(tl.int32), 0) > 0
+    tl.store(token + b, tl.where(over, tl.load(token + b), chosen))
+    tl.store(position + b, following)
+    tl.store(done + b, over | ends | (following >= tl.load(limit + b)))
+    if B == 1:
+        tl.store(count, steps + 1)
+    elif tl.atomic_add(arrivals, 1, sem="acq_rel") == B - 1:  # all rows have read the count
+        tl.store(arrivals, 0)
+        tl.store(count, steps + 1)
+
+
+@torch.library.custom_op(
+    "nearroof::select",
+    mutates_args=("listed", "token", "position", "done", "ring", "count", "seen", "arrivals"),
+)
+def select(
+    logits: Tensor, maxima: Tensor, greedy: bool, temperature: Tensor, top_k: Tensor, min_p: Tensor, seed: Tensor,
+    limit: Tensor, eos: Tensor, token: Tensor, position: Tensor, done: Tensor, ring: Tensor, count: Tensor, seen: Tensor,
+    listed: Tensor, arrivals: Tensor,
+) -> None:  # fmt: skip
+    """Draw each row's next token ("greedy" or "top_k" of `sampling`) and advance, as `decoding.DecodeState` does.
+
+    logits fp32 [B, V] with the maxima of their blocks, fp32 [B, M]; listed int32 [B, M] is room; arrivals int32 [1] is
+    zero before and after; the rest are the buffers of a DecodeState."""
+    if not _runs_kernel(logits):
+        return select_reference(
+            logits, greedy, temperature, top_k, min_p, seed, limit, eos, token, position, done, ring, count, seen
+        )
+    (batch, vocab), blocks = logits.shape, maxima.shape[1]
+    unit = block_size(vocab, blocks)
+    padded = power_of_two(blocks)
+    _launch(
+        _select_kernel, batch, logits, maxima, listed, temperature, top_k, min_p, seed, token, position, done, limit, ring,
+        count, eos, seen, arrivals, GREEDY=greedy, B=batch, V=vocab, M=blocks, M_PADDED=padded, UNIT=unit,
+        ENTRIES=max(1, 4096 // unit), RING=ring.shape[0], EOS=eos.shape[0], num_warps=min(32, max(4, padded // 512)),
+    )  # fmt: skip
+    return None
+
+
+def select_reference(
+    logits: Tensor, greedy: bool, temperature: Tensor, top_k: Tensor, min_p: Tensor, seed: Tensor, limit: Tensor,
+    eos: Tensor, token: Tensor, position: Tensor, done: Tensor, ring: Tensor, count: Tensor, seen: Tensor,
+) -> None:  # fmt: skip
+    off = torch.ones_like(temperature)
+    settings = Settings(temperature, top_k, off, min_p, off, seed)
+    chosen = choose("greedy" if greedy else "top_k", logits, settings, position + 1, seen)
+    ring[count % ring.shape[0]] = torch.where(done, -1, chosen)
+    seen.scatter_(1, chosen.unsqueeze(1), True)
+    token.copy_(torch.where(done, token, chosen))
+    position += ~done
+    done |= (chosen.unsqueeze(1) == eos).any(1) | (position >= limit)
+    count += 1

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def commit_name(given: str | None = None) -> str | None:
@@ -74,6 +75,24 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:  # nvidia-smi writes "[N/A]" for what a device does not have
         return None
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start the peak anew, where the system can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif _CLEAR_REFS.exists():
+        _CLEAR_REFS.write_text("5")
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes allocated on a GPU; on the CPU what the process had resident, interpreter and libraries included."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if not _STATUS.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
+    return int(lines["VmHWM"].split()[0]) << 10
 
 
 def package_version(name: str) -> str | None:

@@ -89,6 +89,8 @@ class Row:
     share_of_limit: float | None = None  # bytes_per_step x steps per second / read bandwidth
     share_of_matrix_limit: float | None = None
     graphs: str | None = None  # verified, none, unverified
+    traced_kernels_per_step: int | None = None
+    traced_graph_launches_per_step: int | None = None
     graph_note: str | None = None  # why they are not verified
     perplexity: float | None = None
     token_agreement: float | None = None

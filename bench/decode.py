@@ -1,0 +1,243 @@
+"""Decode speed against the memory-bandwidth limit, for each decoder, precision, batch and prompt.
+
+A repetition is one whole segment of decode steps, sampling included, with one synchronisation at its end; nothing else
+is in its time. The limit is the bytes that a step must move over the read bandwidth measured just before.
+
+`--compile-times` builds each decoder in two more processes, one with empty and one with filled compile caches. The
+second ends with two traced steps, which on CUDA must show the graph launches that the counters claimed.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import profiling
+import trace_report
+from bench import machine, rows, workload
+from bench.bandwidth import read_bandwidth
+from bench.rows import Row, Spread, say
+from engine import Generator, SamplingParams, captures_graphs
+from generate import choose_device
+
+COLUMNS = (
+    *("model", "precision", "decoder", "batch", "prompt", "new", "position", "rate", "p10", "p90", "share", "ttft"),
+    *("prefill", "cold", "warm", "memory", "graphs"),
+)
+
+
+class Case(NamedTuple):
+    """What is timed: `new_tokens` steps from `position` on, after a prompt, or (None) from a cache of zeros."""
+
+    prompt_tokens: int | None
+    new_tokens: int
+    position: int
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    if options.positions:
+        chosen = workload.pairs(options.positions, options.new_tokens, "--positions and --new-tokens")
+        return [Case(None, new, position) for position, new in chosen]
+    chosen = workload.pairs(options.prompt_tokens, options.new_tokens, "--prompt-tokens and --new-tokens")
+    return [Case(prompt, new, prompt - 1) for prompt, new in chosen]
+
+
+def measure(generator: Generator, case: Case, params: SamplingParams, repetitions: int, bandwidth: float) -> Row:
+    """One row's figures; the generator is warm. Raises RuntimeError where graphs were promised and did not run."""
+    batch, new = generator.batch, case.new_tokens
+    prompts = workload.random_prompts(generator.model, batch, case.prompt_tokens or 1)
+    first_token_s = None
+    if case.prompt_tokens is not None:
+        first_token_s = _first_token(generator, prompts, params, repetitions)
+        for number, prompt in enumerate(prompts):
+            generator.prefill(prompt[:-1], number)
+
+    def segment() -> float:
+        generator.begin([prompt[-1] for prompt in prompts], [case.position] * batch, params)
+        return generator.run_steps(new)
+
+    segment()
+    rates = Spread.of([batch * new / segment() for _ in range(repetitions)])
+    graphs, graph_note = generator.graphs, "; ".join(generator.proof.reasons)
+    bytes_per_step = generator.bytes_per_step(case.position + new // 2)
+    return Row(
+        decoder=generator.decoder,
+        compile_mode=generator.compile_mode,
+        batch=batch,
+        prompt_tokens=case.prompt_tokens,
+        new_tokens=new,
+        max_seq_len=generator.capacity,
+        position=case.position,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        decode_tok_per_s=rates.median,
+        decode_tok_per_s_p10=rates.p10,
+        decode_tok_per_s_p90=rates.p90,
+        time_to_first_token_s=first_token_s,
+        prefill_tok_per_s=first_token_s and batch * (case.prompt_tokens or 0) / first_token_s,
+        compile_s=generator.compile_s or None,
+        peak_memory_bytes=machine.peak_memory(generator.device),
+        read_bandwidth_bytes_per_s=bandwidth,
+        bytes_per_step=bytes_per_step,
+        share_of_limit=bytes_per_step * rates.median / batch / bandwidth,
+        graphs=graphs,
+        graph_note=graph_note or None,
+        **machine.gpu_facts(generator.device, segment),
+    )
+
+
+def _first_token(
+    generator: Generator, prompts: list[list[int]], params: SamplingParams, repetitions: int
+) -> float | None:
+    """Seconds from the prompts to every row's first token: the median after one untimed call."""
+
+    def once() -> float:
+        completion = generator.generate_ids(prompts, max_new_tokens=1, params=params, ignore_eos=True)[0]
+        assert completion.time_to_first_token_s is not None
+        return completion.time_to_first_token_s
+
+    once()
+    return Spread.of([once() for _ in range(repetitions)]).median
+
+
+# --- Compile time and traces, in processes of their own -------------------------------------------------------------
+
+
+@contextmanager
+def empty_caches() -> Iterator[None]:
+    """Compile caches of this process and of those it starts: empty at first, gone afterwards."""
+    with tempfile.TemporaryDirectory() as directory:
+        before = dict(os.environ)
+        os.environ.update(TORCHINDUCTOR_CACHE_DIR=directory, TRITON_CACHE_DIR=f"{directory}/triton")
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def compile_times(options: argparse.Namespace, quantization: str, decoder: str, batch: int) -> dict[str, Any]:
+    """Seconds to compile with the caches as they are and again with what that left in them, each in a new process, and
+    what two traced steps of the second showed."""
+    source = ["--random", options.random] if options.random else ["--checkpoint", str(options.checkpoint)]
+    chosen = {
+        "device": options.device,
+        "dtype": options.dtype,
+        "quantize": quantization,
+        "decoders": decoder,
+        "batch": batch,
+        "compile-mode": options.compile_mode,
+        "max-seq-len": workload.capacity(options, _room(options)),
+        "temperature": options.temperature,
+        "top-k": options.top_k,
+    }
+    command = [*source, *(f"--{name}={value}" for name, value in chosen.items()), "--compile-only"]
+    cold = _child(command)
+    warm = _child([*command, "--trace"])
+    return {"compile_cold_s": cold["compile_s"], "compile_warm_s": warm.pop("compile_s"), **warm}
+
+
+def _child(arguments: list[str]) -> dict[str, Any]:
+    """The JSON object that this bench, run in a process of its own, leaves on the last line of its standard output."""
+    command = [sys.executable, "-m", "bench.decode", *arguments]
+    done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"bench.decode {' '.join(arguments)}: {(done.stderr.splitlines() or ['?'])[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compile_only(options: argparse.Namespace) -> dict[str, Any]:
+    """The child's part."""
+    subject = workload.load(options, options.quantize[0])
+    (decoder,), (batch,), params = options.decoders, options.batch, workload.sampling(options)
+    with workload.generator(subject, decoder, options, positions=options.max_seq_len, batch=batch) as generator:
+        generator.warm_up(params)
+        seen = {"compile_s": generator.compile_s}
+        if options.trace and generator.device.type == "cuda":
+            seen |= traced_steps(generator, params)
+    return seen
+
+
+def traced_steps(generator: Generator, params: SamplingParams) -> dict[str, int]:
+    """Kernels and graph launches of a decode step in a trace of two. Raises RuntimeError where the two differ, or no
+    graph was launched though the counters say so."""
+    generator.begin([0] * generator.batch, [0] * generator.batch, params)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        steps = [profiling.Step(f"decode[{position}]", generator.step) for position in (4, 5)]
+        profiling.capture(path, steps, {}, generator.device)
+        traced = trace_report.load(path).steps
+    kernels = [len(step.kernels) for step in traced]
+    launches = [
+        len({kernel.launch.start for kernel in step.kernels if kernel.launch and trace_report.is_graph(kernel.launch)})
+        for step in traced
+    ]
+    if len(set(kernels)) != 1 or kernels[0] == 0:
+        raise RuntimeError(f"the traced steps have {kernels} kernels: they should have the same number")
+    if generator.compile_mode and captures_graphs(generator.compile_mode) and 0 in launches:
+        raise RuntimeError(f"the traced steps show {launches} graph launches")
+    return {"traced_kernels_per_step": kernels[0], "traced_graph_launches_per_step": launches[0]}
+
+
+# --- Command line ----------------------------------------------------------------------------------------------------
+
+
+def _room(options: argparse.Namespace) -> int:
+    """Positions that the longest case needs."""
+    return max(case.position + 1 + case.new_tokens for case in cases(options))
+
+
+def measured(options: argparse.Namespace) -> Iterator[Row]:
+    """All rows that the options ask for, the ceiling announced before each."""
+    params, device = workload.sampling(options), choose_device(options.device)
+    for quantization, decoder, batch in itertools.product(options.quantize, options.decoders, options.batch):
+        with empty_caches() if options.compile_times else nullcontext():
+            compiles = options.compile_times and decoder != "eager"
+            seen = compile_times(options, quantization, decoder, batch) if compiles else {}
+            reading = read_bandwidth(device)
+            say(f"reading at {reading.median / 1e9:,.1f} GB/s ({reading.p10 / 1e9:,.1f} to {reading.p90 / 1e9:,.1f})")
+            machine.reset_peak_memory(device)
+            subject = workload.load(options, quantization)
+            with workload.generator(subject, decoder, options, positions=_room(options), batch=batch) as generator:
+                generator.warm_up(params)
+                for case in cases(options):
+                    step = generator.bytes_per_step(case.position + case.new_tokens // 2)
+                    say(f"limit {batch * reading.median / step:,.1f} tok/s: {step / 1e9:.3f} GB a step of {batch}")
+                    row = measure(generator, case, params, options.repetitions, reading.median)
+                    yield replace(row, **subject.fields, **seen)
+
+
+def main() -> None:
+    parser = workload.parser("decode", __doc__)
+    workload.add_quantize_option(parser)
+    workload.add_decode_options(parser)
+    group = parser.add_argument_group("measurement")
+    group.add_argument("--decoders", type=workload.decoders, default=["eager", "compiled"], metavar="NAME,...")
+    group.add_argument("--batch", type=workload.listed(int), default=[1], metavar="N,...")
+    group.add_argument("--prompt-tokens", type=workload.listed(int), default=[5], metavar="N,...", help="random ids")
+    group.add_argument("--new-tokens", type=workload.listed(int), default=[200], metavar="N,...")
+    group.add_argument("--positions", type=workload.listed(int), metavar="N,...", help="start here; no prompt")
+    group.add_argument("--repetitions", type=int, default=7)
+    group.add_argument("--compile-times", action="store_true", help="also cold and warm, in fresh processes")
+    group.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.compile_only:
+        print(json.dumps(compile_only(options)))
+        return
+    report = rows.Report(options, choose_device(options.device), COLUMNS)
+    for row in measured(options):
+        report.add(row)
+    report.finish()
+
+
+if __name__ == "__main__":
+    rows.run(main)

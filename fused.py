@@ -40,6 +40,7 @@ class FusedStep(nn.Module):
     x: Tensor
     scaled: Tensor
     squares: Tensor
+    squares_between: Tensor
     qkv: Tensor
     mixed: Tensor
     partial: Tensor
@@ -59,15 +60,17 @@ class FusedStep(nn.Module):
         pairs, weight = batch * kv_heads, model.embed_tokens.weight
         slots = model.layers[0].self_attn.cache.k.shape[2]
         splits = kernels.spread(pairs, slots).splits
-        parts = -(-hidden // kernels.tile(hidden, config.intermediate_size, batch=batch).rows)
-        blocks = -(-vocab // kernels.tile(vocab, hidden, batch=batch).rows)
+
+        def blocks(outputs: int, inputs: int) -> int:
+            return -(-outputs // kernels.tile(outputs, inputs, batch=batch).rows)
 
         def add(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
             self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=weight.device), persistent=False)
 
         add("x", (batch, hidden))  # the residual
         add("scaled", (batch, hidden), weight.dtype)  # x * the gain of the norm that comes next
-        add("squares", (batch, parts))
+        add("squares", (batch, blocks(hidden, config.intermediate_size)))  # sums of x * x, as embed and down leave them
+        add("squares_between", (batch, blocks(hidden, heads * dim)))  # as o leaves them
         add("qkv", (batch, (heads + 2 * kv_heads) * dim))
         add("mixed", (batch, heads * dim), weight.dtype)  # what attention returns
         add("partial", (pairs, splits, heads // kv_heads, dim))
@@ -75,14 +78,14 @@ class FusedStep(nn.Module):
         add("arrivals", (pairs,), torch.int32)
         add("inner", (batch, config.intermediate_size), weight.dtype)  # what down reads
         add("logits", (batch, vocab))
-        add("maxima", (batch, blocks))
-        add("listed", (batch, blocks), torch.int32)
+        add("maxima", (batch, blocks(vocab, hidden)))
+        add("listed", (batch, blocks(vocab, hidden)), torch.int32)
 
     def forward(self, sampler: str, kv_length: int | None = None) -> None:
         """`kv_length` is of no use here: the kernels read the positions."""
         model, state, config = self.model, self.state, self.model.config
         eps, multiplier = config.rms_norm_eps, config.residual_multiplier
-        x, scaled, squares = self.x, self.scaled, self.squares
+        x, scaled, squares, between = self.x, self.scaled, self.squares, self.squares_between
         gains = [block.input_layernorm.weight for block in model.blocks()]
         gains.append(model.norm.weight)
         table = model.embed_tokens.weight
@@ -112,9 +115,9 @@ class FusedStep(nn.Module):
                 self.arrivals,
             )
             gain = block.post_attention_layernorm.weight
-            kernels.project_residual(self.mixed, output.weight, output.bias, gain, multiplier, x, scaled, squares)
+            kernels.project_residual(self.mixed, output.weight, output.bias, gain, multiplier, x, scaled, between)
             gate_up, down = mlp.gate_up_proj, mlp.down_proj
-            kernels.project_gated(scaled, squares, gate_up.weight, gate_up.bias, eps, self.inner)
+            kernels.project_gated(scaled, between, gate_up.weight, gate_up.bias, eps, self.inner)
             kernels.project_residual(self.inner, down.weight, down.bias, next_gain, multiplier, x, scaled, squares)
         head = model.lm_head.weight
         kernels.project_logits(scaled, squares, head, eps, 1.0 / config.logits_scaling, self.logits, self.maxima)

@@ -408,13 +408,13 @@ def _heads(
     return own
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "splits", "least", "piece"])
 def _attend_kernel(
     qkv, q_gain, k_gain, cos, sin, position, done, k_cache, v_cache, out, partial, stats, arrivals, ahead,
-    scale, eps, capacity, WINDOW: tl.constexpr, PAIRS: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr,
-    D: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr, SPLITS_PADDED: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
-    LANES: tl.constexpr, CHAIN: tl.constexpr, DELAY: tl.constexpr,
+    scale, eps, capacity, splits, least, piece, WINDOW: tl.constexpr, PAIRS: tl.constexpr, HQ: tl.constexpr,
+    HKV: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
+    SLOTS: tl.constexpr, SPLITS_PADDED: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, CHAIN: tl.constexpr,
+    DELAY: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = HQ // HKV
     dtype: tl.constexpr = k_cache.dtype.element_ty
@@ -427,7 +427,7 @@ def _attend_kernel(
     slot = tl.where(finished, capacity, tl.load(position + b)).to(tl.int32)
     first = tl.maximum(slot - WINDOW + 1, 0) if WINDOW > 0 else 0
     earlier = tl.where(finished, 0, slot - first)
-    share = tl.maximum(LEAST, tl.cdiv(tl.cdiv(earlier, SPLITS), BLOCK) * BLOCK)
+    share = tl.maximum(least, tl.cdiv(tl.cdiv(earlier, splits), BLOCK) * BLOCK)
     active = tl.maximum(1, tl.cdiv(earlier, share))
     start = first + split * share
     end = tl.minimum(start + share, first + earlier)
@@ -442,9 +442,8 @@ def _attend_kernel(
         rest = (end - start - BLOCK) * ROW_BYTES
         _prefetch(k_cache + cache + (start + BLOCK) * D, rest, LANES)
         _prefetch(v_cache + cache + (start + BLOCK) * D, rest, LANES)
-        if AHEAD > 0:
-            PIECE: tl.constexpr = AHEAD // (PAIRS * SPLITS) // 16 * 16
-            _prefetch(ahead.to(tl.int64) + tl.program_id(0) * PIECE, PIECE, LANES)
+        if ahead is not None:
+            _prefetch(ahead.to(tl.int64) + tl.program_id(0) * piece, piece, LANES)
     _await(CHAIN, DELAY)
 
     if split < active:
@@ -483,14 +482,14 @@ def _attend_kernel(
         if active == 1:
             tl.store(out + to + g[:, None] * D + d, mixed / total[:, None], mask=(g < G)[:, None] & (d < D))
         else:
-            part = pair * SPLITS + split
+            part = pair * splits + split
             tl.store(partial + part * (G * D) + g[:, None] * D + d, mixed, mask=(g < G)[:, None] & (d < D))
             tl.store(stats + part * (2 * G) + g, top, mask=g < G)
             tl.store(stats + part * (2 * G) + G + g, total, mask=g < G)
             tl.debug_barrier()  # all threads' stores come before the count
             if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == active - 1:  # the last to arrive combines, in order
                 tl.store(arrivals + pair, 0)
-                _combine(out + to, partial, stats, pair * SPLITS, active, G, D, WIDTH, SPLITS_PADDED)
+                _combine(out + to, partial, stats, pair * splits, active, G, D, WIDTH, SPLITS_PADDED)
 
 
 @triton.jit
@@ -530,13 +529,15 @@ def attend(
     heads = out.shape[1] // dim
     plan = spread(batch * kv_heads, slots)
     splits = partial.shape[1]
+    programs = batch * kv_heads * splits
     held = 0 if ahead is None else ahead.numel() * ahead.element_size()
     _launch(
-        _attend_kernel, batch * kv_heads * splits, qkv, q_gain, k_gain, cos, sin, position, done, k_cache, v_cache, out,
-        partial, stats, arrivals, ahead, scale * 1.4426950408889634, eps, capacity, WINDOW=window, PAIRS=batch * kv_heads,
-        HQ=heads, HKV=kv_heads, D=dim, WIDTH=max(16, power_of_two(dim)), HALF=0 if cos is None else cos.shape[1],
-        GROUP=max(16, power_of_two(heads // kv_heads)), SLOTS=slots, SPLITS=splits, SPLITS_PADDED=power_of_two(splits),
-        LEAST=plan.least, BLOCK=plan.block, AHEAD=min(plan.ahead, held), LANES=32 * plan.warps, num_warps=plan.warps,
+        _attend_kernel, programs, qkv, q_gain, k_gain, cos, sin, position, done, k_cache, v_cache, out, partial, stats,
+        arrivals, ahead, scale * 1.4426950408889634, eps, capacity, splits, plan.least,
+        min(plan.ahead, held) // programs // 16 * 16, WINDOW=window, PAIRS=batch * kv_heads, HQ=heads, HKV=kv_heads,
+        D=dim, WIDTH=max(16, power_of_two(dim)), HALF=0 if cos is None else cos.shape[1],
+        GROUP=max(16, power_of_two(heads // kv_heads)), SLOTS=slots, SPLITS_PADDED=power_of_two(splits),
+        BLOCK=plan.block, LANES=32 * plan.warps, num_warps=plan.warps,
     )  # fmt: skip
     return None
 

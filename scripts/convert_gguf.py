@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command import Parser, run
-from gguf_tokenizer import write_tokenizer
-from rotary import half_split
 from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import CheckpointWriter, parse_config
+from command import Parser, run
+from gguf_tokenizer import write_tokenizer
+from rotary import half_split
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ARCHITECTURES = {

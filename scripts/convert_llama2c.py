@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command import Parser, run
-from convert_meta import special_ids
-from rotary import half_split
 from torch import Tensor
 
 from checkpoint import CheckpointWriter, parse_config
+from command import Parser, run
+from convert_meta import special_ids
+from rotary import half_split
 
 MAGIC = 0x616B3432  # "ak42": begins every version but 0
 HEADER_BYTES = 256  # of version 1

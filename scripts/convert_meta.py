@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command import Parser, run
-from rotary import half_split
 from torch import Tensor
 
 from checkpoint import CheckpointWriter, parse_config, read_json
+from command import Parser, run
+from rotary import half_split
 
 TENSORS = {
     "attention.wq": "self_attn.q_proj",

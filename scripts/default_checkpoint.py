@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import torch
+
 from command import Parser, run
 from convert_gguf import convert
 

@@ -9,7 +9,6 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
-from command import Parser, run
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -17,6 +16,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+
+from command import Parser, run
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OTHER_FORMATS = (".bin", ".pth", ".pt", ".gguf", ".safetensors", ".msgpack", ".h5", ".onnx")
@@ -52,10 +53,12 @@ def choose_files(repo_id: str, available: Collection[str], shards: Collection[st
 
 def download(repo_id: str, output: Path, revision: str | None = None) -> None:
     """Fetch into `output`, which appears when it is whole; one that exists is brought up to date."""
-    info = HfApi().model_info(repo_id, revision=revision)
+    info = HfApi().model_info(repo_id, revision=revision)  # open to all even where the files are not
     available = {sibling.rfilename for sibling in info.siblings or ()}
     revision = info.sha or revision  # one state of the repository, even if it changes meanwhile
     partial = output if output.is_dir() else output.with_name(f"{output.name}.partial")
+    if "config.json" in available:  # before anything else, so that a refusal comes before any progress bar
+        hf_hub_download(repo_id, "config.json", revision=revision, local_dir=partial)
     shards: set[str] = set()
     if INDEX in available and WEIGHTS not in available:
         index = hf_hub_download(repo_id, INDEX, revision=revision, local_dir=partial)

@@ -158,9 +158,8 @@ def sentencepiece_model(values: Mapping[str, Any]) -> bytes:
     for number, index in named.items():
         token = _token(tokens, index)
         trainer += _field(number, token.encode()) if token is not None else b""
-    normaliser = (
-        _field(1, b"identity") + _field(3, int(values.get("add_space_prefix", True))) + _field(4, 0) + _field(5, 1)
-    )
+    normaliser = _field(1, b"identity") + _field(3, int(values.get("add_space_prefix", True)))
+    normaliser += _field(4, int(values.get("remove_extra_whitespaces", False))) + _field(5, 1)
     return pieces + _field(2, trainer) + _field(3, normaliser)
 
 

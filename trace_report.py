@@ -363,12 +363,14 @@ _KIND_PATTERNS = tuple(
         ("pointwise", r"elementwise|fused|pointwise|vectorized|unrolled|aten::"),
     )
 )
+_OWN_KINDS = {"embed": "pointwise", "project": "gemv", "attend": "attention", "select": "sampling"}
+_OWN_KERNEL = re.compile(rf"_({'|'.join(_OWN_KINDS)})\w*_kernel")
 
 
 def kind_of(name: str, operator: str = "") -> str:
     """The kind of a kernel, by its name and by that of the operator that launched it."""
-    if own := re.match(r"nearroof_(gemv|attention|norm|sampl)", name):  # says itself what it is
-        return {"sampl": "sampling"}.get(own[1], own[1])
+    if own := _OWN_KERNEL.match(name):
+        return _OWN_KINDS[own[1]]
     if name.startswith("triton_poi_"):  # its name lists what it feeds too, which it does not compute
         return "pointwise"
     text = f"{name} {operator}".lower()
@@ -1040,7 +1042,7 @@ def _lanes(trace: Trace, step: Step) -> dict[str, Any]:
 
 
 def to_html(report: Report) -> str:
-    data = json.dumps(picture(report), separators=(",", ":")).replace("</", "<\\/")
+    data = json.dumps(picture(report), separators=(",", ":")).replace("<", "\\u003c")
     values = {"VERDICT": html.escape(report.verdict), "STATE": "" if report.verified else "wrong", "DATA": data}
     values |= {"BUDGETS": _html_budgets(report), "SECTIONS": "".join(map(_html_section, report.sections))}
     return re.sub(r"@@([A-Z]+)@@", lambda m: values[m[1]], _PAGE)

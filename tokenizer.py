@@ -1,10 +1,10 @@
 """Text to token ids and back: three kinds of tokenizer files, incremental decoding and chat templates behind one class.
 
-Knows files and text only; nothing of models, devices or context lengths. Splitting text into ids is left to the
-packages `tokenizers` and `sentencepiece`. Done here:
+Knows files and text only; nothing of models, devices or context lengths. Cutting text into tokens is left to the
+packages `tokenizers` and `sentencepiece`. What is done here:
 
-- Special tokens are known to the encoder by aliases alone, random ones that no text spells. Only what a chat template
-  itself writes is put into aliases; what a user types stays ordinary text.
+- The encoder knows special tokens by aliases, random ones that no text spells. Only what a chat template itself writes
+  is put into aliases; what a user types stays ordinary text.
 - An id stands for bytes, and text is those bytes read as UTF-8. So ids become text one by one, with constant work for
   each, and decoding all at once is the same thing by construction.
 - A chat template is a stranger's program. It runs in a sandbox, in a process of its own (this file as a script), with
@@ -35,14 +35,6 @@ _BYTES = _PRINTABLE + [byte for byte in range(0x100) if byte not in _PRINTABLE]
 _BYTE_OF = dict(zip(map(chr, [*_PRINTABLE, *range(0x100, 0x144)]), _BYTES, strict=True))
 _CHARACTER_OF = {byte: character for character, byte in _BYTE_OF.items()}
 
-_NONCE = secrets.token_hex(8)  # in the aliases of special tokens, so that no text can spell one
-
-# SentencePiece's way to read pieces, in the terms of tokenizer.json.
-_SENTENCEPIECE_DECODER = {
-    "type": "Sequence",
-    "decoders": [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}],
-}
-
 # Llama 3's tokenizer.model holds ranks alone; the rest is as in Meta's llama_models/llama3/tokenizer.py.
 _LLAMA3_SPECIAL = [
     *("begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1", "finetune_right_pad_id"),
@@ -54,9 +46,11 @@ _LLAMA3_WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+_NONCE = secrets.token_hex(8)
+
 
 class TokenizerError(ValueError):
-    """Tokenizer files or a chat template that are missing, broken or unsupported, or text that is no text."""
+    """Tokenizer files or a chat template that are missing, broken or unsupported, or text that cannot be encoded."""
 
 
 class TextStream:
@@ -92,11 +86,11 @@ class _Source(NamedTuple):
 
     encode: Callable[[str], list[int]]  # of text in which aliases stand for special tokens
     special: dict[str, int]  # name to id
+    names: dict[str, str]  # "bos_token", "eos_token" and the like to name, as chat templates know them
+    prefix: list[int]  # ids that begin a text, unless tokenizer_config.json says otherwise
     pieces: dict[int, bytes]  # what each id reads as; special tokens have no entry
     errors: str  # of UTF-8: "surrogateescape", one U+FFFD a byte as SentencePiece; "replace", as byte-level decoders
     leading_spaces: int  # how many decoding takes off the start of a text, since the encoder puts them there
-    prefix: list[int]  # ids that begin a prompt, unless tokenizer_config.json says otherwise
-    names: dict[str, str]  # "bos_token", "eos_token" and the like to name, as chat templates know them
 
 
 class Tokenizer:
@@ -105,13 +99,12 @@ class Tokenizer:
     def __init__(self, source: _Source, config: Mapping[str, Any], template: str | None, directory: Path) -> None:
         self._source, self._template, self._directory = source, template, directory
         self._special = _any_of(source.special)
-        self.vocab_size = 1 + max([*source.pieces, *source.special.values()], default=-1)
-        bos, eos = (source.special.get(source.names.get(key, "")) for key in ("bos_token", "eos_token"))
-        self._bos = source.prefix or ([] if bos is None else [bos])
-        self.bos_token_id = self._bos[0] if self._bos else None
-        self.eos_token_id = eos
+        self._bos = source.prefix or _ids_of("bos_token", source.names, source.special)
         add_bos = config.get("add_bos_token")
         self._add_bos = bool(source.prefix if add_bos is None else add_bos)
+        self.bos_token_id = next(iter(self._bos), None)
+        self.eos_token_id = next(iter(_ids_of("eos_token", source.names, source.special)), None)
+        self.vocab_size = 1 + max([*source.pieces, *source.special.values()], default=-1)
 
     @property
     def has_chat_template(self) -> bool:
@@ -161,10 +154,11 @@ class Tokenizer:
 
     def _encode(self, text: str) -> list[int]:
         try:
-            text.encode()  # the packages say less clearly what is wrong with a lone surrogate
+            text.encode()  # says more clearly than the packages what is wrong with a lone surrogate
             return self._source.encode(text)
         except Exception as error:  # theirs are bare ones
-            raise TokenizerError(f"the tokenizer in {self._directory} cannot encode this text: {_one_line(error)}") from error
+            reason = f"the tokenizer in {self._directory} cannot encode this text"
+            raise TokenizerError(f"{reason}: {_one_line(error)}") from error
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
@@ -187,7 +181,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         else:
             source = _from_sentencepiece(data, config)
         return Tokenizer(source, config, template, directory)
-    except Exception as error:  # the packages raise bare Exceptions, and JSON of a wrong shape raises anything
+    except Exception as error:  # the packages raise bare ones, and JSON of a wrong shape leads to any kind
         raise TokenizerError(f"{path}: not a usable tokenizer: {_one_line(error)}") from error
 
 
@@ -214,40 +208,39 @@ def _from_json(spec: dict[str, Any], config: Mapping[str, Any]) -> _Source:
     library = Library.from_str(json.dumps(spec))
     for i, token in added.items():
         if library.token_to_id(token["content"]) != i:
-            raise TokenizerError(f"added token {i} is not where the vocabulary ends")
+            raise TokenizerError(f"its added token {i} leaves a gap after the vocabulary")
 
     def encode(text: str) -> list[int]:
         return library.encode(text, add_special_tokens=False).ids
 
-    return _Source(encode, special, *reading, _post_processor_prefix(spec.get("post_processor")), _names(config))
+    return _Source(encode, special, _names(config), _post_processor_prefix(spec.get("post_processor")), *reading)
 
 
 def _from_llama3(data: bytes, config: Mapping[str, Any]) -> _Source:
-    """Lines of a token in base64 and its rank, which is its id and the order of merging. Becomes a tokenizer.json."""
+    """From lines of a token in base64 and its rank, which is its id and its turn to be merged, by way of a
+    tokenizer.json: every cut of a token into two others is a merge."""
     ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in map(bytes.split, data.splitlines())}
-    names = {token: "".join(map(_CHARACTER_OF.get, token)) for token in ranks}
+    names = {token: "".join(map(_CHARACTER_OF.__getitem__, token)) for token in ranks}
     merges = []
-    for token in sorted(ranks, key=ranks.get):
+    for token in sorted(ranks, key=ranks.__getitem__):
         cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
-        cuts = [(left, right) for left, right in cuts if left in ranks and right in ranks]
+        cuts = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
         merges += [[names[left], names[right]] for left, right in sorted(cuts, key=lambda cut: ranks[cut[0]])]
-    first = max(ranks.values()) + 1
-    special = [{"id": first + i, "content": f"<|{name}|>", "special": True} for i, name in enumerate(_LLAMA3_SPECIAL)]
+    vocabulary = {names[token]: rank for token, rank in ranks.items()}
+    added = [
+        {"id": i, "content": f"<|{name}|>", "special": True}
+        for i, name in enumerate(_LLAMA3_SPECIAL, start=max(ranks.values()) + 1)
+    ]
     words = {"type": "Split", "pattern": {"Regex": _LLAMA3_WORDS}, "behavior": "Isolated", "invert": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     spec = {
-        "model": {
-            "type": "BPE",
-            "vocab": {names[token]: rank for token, rank in ranks.items()},
-            "merges": merges,
-            "ignore_merges": True,
-        },
-        "added_tokens": special,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, level]},
-        "decoder": level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": True},
+        "added_tokens": added,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, byte_level]},
+        "decoder": byte_level,
     }
     source = _from_json(spec, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"} | config)
-    return source._replace(prefix=[first])
+    return source._replace(prefix=_ids_of("bos_token", source.names, source.special))
 
 
 def _from_sentencepiece(data: bytes, config: Mapping[str, Any]) -> _Source:
@@ -258,39 +251,40 @@ def _from_sentencepiece(data: bytes, config: Mapping[str, Any]) -> _Source:
     ids = {library.id_to_piece(i): i for i in range(library.get_piece_size())}
     marks = {"bos_token": library.bos_id(), "eos_token": library.eos_id(), "unk_token": library.unk_id()}
     names = {key: library.id_to_piece(i) for key, i in marks.items() if i >= 0} | _names(config)
-    control = [i for i in ids.values() if library.is_control(i) or library.is_unknown(i)]
-    declared = [{"id": i, "content": library.id_to_piece(i), "special": True} for i in control]
+    control = [name for name, i in ids.items() if library.is_control(i) or library.is_unknown(i)]
+    declared = [{"id": ids[name], "content": name, "special": True} for name in control]
     added = _added_tokens(declared, ids, {**config, **names})
     special = {token["content"]: i for i, token in added.items() if token["special"]}
-    pieces, errors, _ = _read_pieces(ids, added, _SENTENCEPIECE_DECODER)
+    pieces = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    pieces, errors, _ = _read_pieces(ids, added, {"decoders": [pieces, {"type": "ByteFallback"}]})
 
     def continued(text: str) -> list[int]:
-        """Without the space that begins every text: here it goes before a control character."""
-        mark = library.encode("\x1e")
-        ids = library.encode("\x1e" + text)
+        """Without the space that begins every text: it goes before a control character instead."""
+        mark, ids = library.encode("\x1e"), library.encode("\x1e" + text)
         return ids[len(mark) :] if ids[: len(mark)] == mark else library.encode(text)
 
     known = {_alias(i) if token["special"] else token["content"]: [i] for i, token in added.items()}
     for name, i in special.items():
-        if i in library.encode(name):  # a user-defined piece, which SentencePiece would find in any text
+        if i in library.encode(name):  # a user-defined piece, which SentencePiece finds in any text
             known[name] = continued(name[:1]) + continued(name[1:])
-    pattern = re.compile(f"({_any_of(known).pattern})")
-    later = continued if config.get("legacy") is False else library.encode  # after a token "legacy" adds a space again
+    cut = re.compile(f"({_any_of(known).pattern})")
+    later = continued if config.get("legacy") is False else library.encode  # "legacy": a space after tokens, too
 
     def encode(text: str) -> list[int]:
         ids: list[int] = []
-        for i, part in enumerate(filter(None, pattern.split(text))):
+        for i, part in enumerate(filter(None, cut.split(text))):
             ids += known.get(part) or (later if i else library.encode)(part)
         return ids
 
-    adds_space = library.encode("x", out_type=str)[0].startswith("▁")
-    drops_spaces = library.encode("  x") == library.encode("x")
-    spaces = sys.maxsize if drops_spaces else int(adds_space)
-    return _Source(encode, special, pieces, errors, spaces, [i for i in [marks["bos_token"]] if i >= 0], names)
+    if library.encode("  x") == library.encode("x"):
+        spaces = sys.maxsize
+    else:
+        spaces = int(library.encode("x", out_type=str)[0].startswith("▁"))
+    return _Source(encode, special, names, _ids_of("bos_token", names, special), pieces, errors, spaces)
 
 
 def _added_tokens(declared: list[dict], ids: Mapping[str, int], config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Special tokens and others that are matched as a whole: by id, in the form of tokenizer.json's "added_tokens".
+    """Tokens that are found in a text as a whole, by id, in the form of tokenizer.json's "added_tokens".
 
     Those that the file declares, those of tokenizer_config.json, and BOS and EOS, which are special in any case.
     """
@@ -300,10 +294,10 @@ def _added_tokens(declared: list[dict], ids: Mapping[str, int], config: Mapping[
         *({**token, "id": int(i)} for i, token in (config.get("added_tokens_decoder") or {}).items()),
         *({"content": name, "id": ids[name]} for name in ends if name in ids),
     ]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     added: dict[int, dict[str, Any]] = {}
     for token in filter(lambda token: token["content"], declared):
         i = ids.get(token["content"], token["id"])
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
         known = added.setdefault(i, flags | token | {"id": i})
         known["special"] |= token.get("special", False) or token["content"] in ends
     return added
@@ -315,7 +309,7 @@ def _read_pieces(
     """What ids read as under a decoder of tokenizer.json: `pieces`, `errors` and `leading_spaces` of _Source."""
     replacements, byte_level, byte_fallback = [], False, False
     separator, spaces = ("", 0) if decoder else (" ", 1)  # without a decoder tokens are words
-    for step in (decoder or {"decoders": []}).get("decoders", [decoder]):
+    for step in decoder.get("decoders", [decoder]) if decoder else []:
         match step:
             case {"type": "ByteLevel"}:
                 byte_level = True
@@ -343,15 +337,15 @@ def _read_pieces(
         return (separator + name).encode()
 
     pieces = {i: token["content"].encode() for i, token in added.items()} | {i: read(name) for name, i in ids.items()}
-    pieces = {i: piece for i, piece in pieces.items() if i not in added or not added[i]["special"]}
+    pieces = {i: piece for i, piece in pieces.items() if not (i in added and added[i]["special"])}
     return pieces, "replace" if byte_level else "surrogateescape", spaces
 
 
 def _post_processor_prefix(processor: Mapping[str, Any] | None) -> list[int]:
-    """Ids that a tokenizer.json puts before a text."""
+    """Ids that a post-processor of tokenizer.json puts before a text."""
     ids: list[int] = []
-    for step in (processor or {}).get("processors", [processor]):
-        if step and step["type"] == "TemplateProcessing":
+    for step in processor.get("processors", [processor]) if processor else []:
+        if step["type"] == "TemplateProcessing":
             for item in takewhile(lambda item: "SpecialToken" in item, step["single"]):
                 ids += step["special_tokens"][item["SpecialToken"]["id"]]["ids"]
     return ids
@@ -361,6 +355,10 @@ def _names(config: Mapping[str, Any]) -> dict[str, str]:
     """The entries "bos_token", "eos_token", ... of tokenizer_config.json, each a name or a record with "content"."""
     records = {key: value.get("content") if isinstance(value, dict) else value for key, value in config.items()}
     return {key: name for key, name in records.items() if key.endswith("_token") and isinstance(name, str)}
+
+
+def _ids_of(key: str, names: Mapping[str, str], special: Mapping[str, int]) -> list[int]:
+    return [special[names[key]]] if names.get(key) in special else []
 
 
 def _alias(token_id: int) -> str:
@@ -387,6 +385,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file, or an empty one where there is no file."""
     if not path.is_file():
         return {}
     try:
@@ -399,7 +398,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_template(path: Path, config: Mapping[str, Any]) -> str | None:
-    """The file's text, else tokenizer_config.json's `chat_template`: a text, or a list of records with "name"."""
+    """The file's text, else tokenizer_config.json's "chat_template": a text, or records of which one is "default"."""
     if path.is_file():
         return path.read_bytes().decode(errors="replace")
     template = config.get("chat_template")
@@ -410,13 +409,16 @@ def _read_template(path: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _render(template: str, variables: Mapping[str, Any]) -> str:
-    """Run the template in a process of its own; TokenizerError when it fails or needs more than the limits."""
-    command = [sys.executable, "-P", "-X", "utf8", __file__]
-    request = json.dumps([template, variables])
+    """The text of a template, from a process of its own; TokenizerError when it fails or needs more than the limits."""
     reason = ""
     with contextlib.suppress(subprocess.TimeoutExpired):
         child = subprocess.run(
-            command, input=request, capture_output=True, encoding="utf-8", errors="replace", timeout=TEMPLATE_WALL_SECONDS
+            [sys.executable, "-P", "-X", "utf8", __file__],
+            input=json.dumps([template, variables]),
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=TEMPLATE_WALL_SECONDS,
         )
         if child.returncode == 0:
             return json.loads(child.stdout)
@@ -427,12 +429,13 @@ def _render(template: str, variables: Mapping[str, Any]) -> str:
 
 
 def _run_template() -> None:
-    """The process behind `_render`: [template, variables] in JSON on stdin, the text in JSON on stdout.
+    """That process: [template, variables] on stdin and the text on stdout, both as JSON, an error on stderr.
 
-    Offers templates what transformers does (chat_template_utils.py), since they are written for it.
+    Offers templates what transformers offers (utils/chat_template_utils.py), since they are written for it.
     """
     import resource
     from datetime import datetime
+    from functools import partial
 
     from jinja2 import TemplateError, nodes
     from jinja2.exceptions import SecurityError
@@ -440,16 +443,13 @@ def _run_template() -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %}, which marks what an assistant said for training, changes nothing here."""
+        """{% generation %} marks an assistant's words for training and changes nothing here."""
 
         tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
         def parse(self, parser: Any) -> nodes.Node:
             line = next(parser.stream).lineno
             return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    def to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
@@ -464,12 +464,10 @@ def _run_template() -> None:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
-    environment.unsafe_undefined = refuse  # at once, also where the value would only be printed
-    environment.filters["tojson"] = to_json
-    environment.globals |= {
-        "raise_exception": raise_exception,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-    }
+    environment.unsafe_undefined = refuse  # at once, not only when the value is used
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     template, variables = json.load(sys.stdin)
     text = environment.from_string(template).render(variables)
     if len(text) > TEMPLATE_CHARACTERS:

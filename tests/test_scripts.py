@@ -714,3 +714,44 @@ def test_unknown_revision_and_being_offline_are_one_line(download: Download) -> 
     assert_one_line_error(download("org/single", "--revision", "v9"), 2, "revision")
     assert_one_line_error(download("org/single", HF_HUB_OFFLINE="1"), 2, "HF_HUB_OFFLINE")
     assert_one_line_error(download("org/single", HF_ENDPOINT="http://127.0.0.1:9"), 1, "download failed")
+
+
+# ---------------------------------------------------------------------------------------------------------- environment
+
+
+def make_environment(root: Path, project: Path, extra: str, *programs: str) -> list[str]:
+    """Run environment.sh in a stand-in project whose .venv notes how it is called; -> the calls of pip install."""
+    tools = project / "tools"
+    for path in (project / ".venv" / "bin" / "python", *(tools / name for name in programs)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('#!/bin/sh\necho "$@" >> calls\n')
+        path.chmod(0o755)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (project / name).write_bytes((root / name).read_bytes())
+    (project / "calls").write_text("")
+    script = f"source {root / 'scripts' / 'environment.sh'} && make_environment {extra}"
+    variables = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-euc", script], cwd=project, env=variables, check=True, capture_output=True)
+    return [call for call in (project / "calls").read_text().splitlines() if "install" in call]
+
+
+@pytest.mark.skipif(Path("/proc/driver/nvidia").exists(), reason="needs a machine without an NVIDIA GPU")
+def test_environment_pins_torch_only_where_there_is_no_gpu(root: Path, tmp_path: Path) -> None:
+    (cpu,) = make_environment(root, tmp_path / "cpu", "gguf")
+    assert "-c constraints.txt" in cpu and cpu.endswith("--editable .[gguf]")
+    (gpu,) = make_environment(root, tmp_path / "gpu", "gguf", "nvidia-smi")
+    assert "constraints" not in gpu and gpu.endswith("--editable .[gguf]")
+
+
+def test_environment_is_made_once_per_extra_and_again_when_the_project_changes(root: Path, tmp_path: Path) -> None:
+    assert len(make_environment(root, tmp_path, "gguf")) == 1
+    assert make_environment(root, tmp_path, "gguf") == []
+    assert len(make_environment(root, tmp_path, "dev")) == 1
+    (stamp,) = (tmp_path / ".venv").glob("installed-gguf-*")
+    stamp.rename(stamp.with_name("installed-gguf-of-an-older-project"))
+    assert len(make_environment(root, tmp_path, "gguf")) == 1
+
+
+def test_shell_scripts_are_well_formed(root: Path) -> None:
+    for path in (*(root / "scripts").glob("*.sh"), root / ".ci" / "run"):
+        subprocess.run(["bash", "-n", str(path)], check=True)

@@ -63,7 +63,7 @@ class SameWork(TypedDict):
     weights: str  # names the weights: checkpoint, or shape and seed, and the quantisation
     inputs: list[int]  # the tokens fed in, the same on every path
     choices: list[int]  # the token that this path chose after each input
-    margins: list[float]  # best minus second best (perturbed) score of each choice
+    margins: list[float]  # best minus second best (perturbed) score of each choice; may be empty on all paths but one
     tolerance: float  # a different choice is a fault only where the margin is larger
 
 

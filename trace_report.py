@@ -164,8 +164,16 @@ class Trace:
         return self.facts.get("read_bandwidth_bytes_per_s")
 
     def floors(self, group: Group) -> dict[str, float]:
-        """The least microseconds of each kind: the bytes it must move, at the measured bandwidth."""
-        return {kind: 1e6 * n / self.bandwidth for kind, n in group.bytes.items()} if self.bandwidth else {}
+        """The least microseconds of each kind: the bytes it must move, at the measured bandwidth.
+
+        The bytes of a kind that has no kernel are moved by those of no single kind (Inductor's loops on a CPU).
+        """
+        floors: defaultdict[str, float] = defaultdict(float)
+        for kind, count in group.bytes.items() if self.bandwidth else ():
+            floors[kind if kind in group.kinds or "other" not in group.kinds else "other"] += (
+                1e6 * count / self.bandwidth
+            )
+        return dict(floors)
 
     def limit(self, group: Group) -> float | None:
         """Tokens a second if a step did nothing but move its bytes."""
@@ -373,9 +381,10 @@ def kind_of(name: str, operator: str = "") -> str:
         return _OWN_KINDS[own[1]]
     if name.startswith("triton_poi_"):  # its name lists what it feeds too, which it does not compute
         return "pointwise"
+    if "cpp_fused_" in name:  # a function of many loops, often the whole step
+        return "other"
     text = f"{name} {operator}".lower()
-    feeds = "attention" if "cpp_fused" in text else ""  # likewise
-    return next((kind for kind, pattern in _KIND_PATTERNS if kind != feeds and pattern.search(text)), "other")
+    return next((kind for kind, pattern in _KIND_PATTERNS if pattern.search(text)), "other")
 
 
 def short_name(name: str) -> str:
@@ -738,9 +747,10 @@ def _check_work(a: dict[str, Any] | None, b: dict[str, Any] | None) -> Check:
         return Check("same tokens", UNVERIFIED, "the files hold no choices to compare")
     if (a["weights"], a["inputs"], len(a["choices"])) != (b["weights"], b["inputs"], len(b["choices"])):
         return Check("same tokens", UNVERIFIED, "the paths were given other weights or other tokens")
-    pairs = zip(a["choices"], b["choices"], a["margins"], b["margins"], strict=True)
-    margins = [min(m, n) for x, y, m, n in pairs if x != y]
     total, tolerance = len(a["choices"]), max(a["tolerance"], b["tolerance"])
+    known = [work["margins"] for work in (a, b) if work["margins"]] or [[float("inf")] * total]
+    pairs = zip(a["choices"], b["choices"], (min(m) for m in zip(*known, strict=True)), strict=True)
+    margins = [margin for x, y, margin in pairs if x != y]
     detail = f"{total - len(margins)} of {total} choices equal on the same weights and inputs"
     detail += f"; margins of the others up to {max(margins):.3g}, near ties reach {tolerance:.3g}" if margins else ""
     return _check("same tokens", total > 0 and max(margins, default=0.0) <= tolerance, detail)
@@ -926,7 +936,7 @@ def _roofline(trace: Trace, group: Group) -> Section:
     rows = []
     for kind, time in {**spent, "all, busy": group.busy_us}.items():
         least = floor.get(kind, 0.0) if kind in spent else sum(floor.values())
-        moved = group.bytes.get(kind, 0) if kind in spent else sum(group.bytes.values())
+        moved = least * trace.bandwidth / 1e6 if trace.bandwidth else 0.0
         share = f"{least / time:.1%}" if time and least else "-"
         rows.append([kind, f"{moved / 1e6:,.1f}", us(least), us(time), us(time - least), share])
     header = ["kind", "MB to move", "floor us", "traced us", "above it us", "share"]
@@ -956,11 +966,11 @@ def _compilation(traces: list[Trace]) -> Section:
             continue
         counts = proof.get("counts", {})
         partitions = counts.get("replays", 0) / counts["steps"] if counts.get("steps") else None
-        skips = "; ".join(facts["skip_reasons"])
+        skips = f"{facts['skips']}{': ' * bool(facts['skip_reasons'])}{'; '.join(facts['skip_reasons'])}"
         settings = ", ".join(f"{key}={value}" for key, value in trace.facts.get("settings", {}).items())
         values = {
             "graphs captured": f"{counts.get('recordings', 0)} ({proof.get('status', 'no proof')})",
-            "graphs skipped": f"{facts['skips']}: {skips}" if skips else str(facts["skips"]),
+            "graphs skipped": "-" if proof.get("status") == "none" else skips,
             "graph breaks": "; ".join(f"{why} ({n})" for why, n in facts["graph_breaks"].items()) or "0",
             "recompilations": "; ".join(facts["recompilations"]) or "0",
             "graph partitions a step": number(partitions),

@@ -128,9 +128,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 _FIXED: dict[str, Any] = {
     "add_cross_attention": False,
     "attention_bias": False,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
     "is_decoder": False,
     "is_encoder_decoder": False,
     "is_llama_config": True,
+    "lm_head_bias": False,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "pruned_heads": {},
@@ -143,7 +146,8 @@ _HARMLESS = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path architectures
     attention_dropout attn_implementation auto_map chunk_size_feed_forward cross_attention_hidden_size dtype embd_pdrop
-    finetuning_task id2label initializer_range label2id max_window_layers model_type name_or_path num_labels
+    finetuning_task id2label initializer_range label2id max_sequence_length max_window_layers model_type name_or_path
+    num_labels
     output_attentions output_hidden_states pad_token_id prefix pretraining_tp problem_type quantization_config
     resid_pdrop return_dict sep_token_id task_specific_params tf_legacy_loss tie_encoder_decoder tokenizer_class
     torch_dtype torchscript transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version

@@ -265,6 +265,35 @@ def test_keys_that_do_not_change_the_numbers_are_accepted() -> None:
     assert parse_config({**TINY, **harmless}) == parse_config(TINY)
 
 
+# What the configurations of published models hold beside the sizes.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "SmolLM2": {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}, "rope_theta": 100000},
+    "Vicuna": {"max_sequence_length": 2048, "pad_token_id": 0, "pretraining_tp": 1},
+    "Phi-4-mini": {
+        "model_type": "phi3",
+        "architectures": ["Phi3ForCausalLM"],
+        "attention_bias": False,
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
+        "mlp_bias": False,
+        "embd_pdrop": 0.0,
+        "sliding_window": 262144,
+    },
+    "Qwen2.5": {"model_type": "qwen2", "max_window_layers": 21, "sliding_window": 131072, "use_sliding_window": False},
+    "R1-Distill": {"model_type": "qwen2", "use_mrope": False, "sliding_window": 4096, "use_sliding_window": False},
+    "Qwen3": {"model_type": "qwen3", "attention_bias": False, "sliding_window": None, "use_sliding_window": False},
+    "SmolLM3": {"model_type": "smollm3", "max_window_layers": 28, "bos_token_id": None, "no_rope_layers": [1, 0]},
+    "Granite": {"model_type": "granite", "attention_dropout": 0.1, "attention_multiplier": 0.015625},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configurations_of_published_models_are_understood(name: str) -> None:
+    assert parse_config({**TINY, **PUBLISHED[name]}).hidden_size == 16
+
+
 @pytest.mark.parametrize("name", ["int8", "model-int4", "llama-3-chat", "Qwen3"])
 def test_the_name_of_the_folder_says_nothing(name: str, tmp_path: Path) -> None:
     found, plain = open_checkpoint(write(tmp_path / name)), open_checkpoint(write(tmp_path / "plain"))

@@ -32,6 +32,8 @@ KINDS = ("gemv", "attention", "norm", "pointwise", "sampling", "copies", "other"
 INSIDE, BETWEEN_LAUNCHES, BETWEEN_STEPS = PLACES = ("inside a replay", "between launches", "between steps")
 OK, NONE, UNVERIFIED = "ok", "n/a", "UNVERIFIED"
 SCHEMA = 1  # of report.json
+MAX_CELLS = 4_000_000  # kernels of one step times kernels of the other, to be aligned: seconds beyond that
+MAX_BARS = 20_000  # of a lane of the picture
 
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of events
 _RUNTIME = {"cuda_runtime", "cuda_driver"}
@@ -614,6 +616,8 @@ def align(before: list[Kernel], after: list[Kernel]) -> list[Kernel | None]:
     The assignment keeps the order and has the most matches; matrix products and attention count more, as anchors, and a
     later kernel's first match counts more, so that of two equal kernels each gets its own.
     """
+    if len(before) * len(after) > MAX_CELLS:
+        return [None] * len(before)
     likeness: dict[tuple[str, str, str], int] = {}
     best = [0] * (len(after) + 1)  # best[j]: of the earlier kernels so far, with the first j later ones
     moves: list[bytearray] = []  # 0: not to j; 1: to none; 2: to j, as others may be; 3: to j, as its first
@@ -1036,14 +1040,14 @@ def _lanes(trace: Trace, step: Step) -> dict[str, Any]:
 
     stack: list[Event] = []
     host = []
-    for event in (e for e in issued(trace, step) if e.thread == trace.timeline.thread):
+    for event in [e for e in issued(trace, step) if e.thread == trace.timeline.thread][:MAX_BARS]:
         while stack and stack[-1].end <= event.start:
             stack.pop()
         host.append(bar(event.name, host_class(event), event.start, event.end, len(stack)))
         stack.append(event)
     rows: list[tuple[str, float]] = []  # stream, end of its last bar: overlapping kernels get rows of their own
     device = []
-    for k in step.kernels:
+    for k in step.kernels[:MAX_BARS]:
         row = next((i for i, (stream, end) in enumerate(rows) if stream == k.stream and end <= k.start), len(rows))
         rows[row : row + 1] = [(k.stream, k.end)]
         device.append(bar(k.name, k.kind, k.start, k.end, row))

@@ -1063,14 +1063,18 @@ def to_html(report: Report) -> str:
 
 
 def _html_section(section: Section) -> str:
-    def cell(text: str, tag: str) -> str:
-        numeric = re.fullmatch(r"[+-]?[\d,.]+%?( \([\d,.]+\))?|-", text)
-        style = {OK: "good", NONE: "none", UNVERIFIED: "bad"}.get(text, "number" if numeric else "")
-        return f'<{tag} class="{style}">{html.escape(text)}</{tag}>'
+    def row(cells: list[str], tag: str, like: list[str]) -> str:
+        """like: the cells whose looks these have; a heading stands as the figures below it."""
+        styles = ("number" if _FIGURE.fullmatch(c) else _STATUS_STYLES.get(c, "") for c in like)
+        return "".join(f'<{tag} class="{s}">{html.escape(c)}</{tag}>' for c, s in zip(cells, styles, strict=True))
 
-    rows = ["".join(cell(c, "th") for c in section.header), *("".join(cell(c, "td") for c in r) for r in section.rows)]
-    table = f"<div class=scroll><table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table></div>"
+    rows = [row(section.header, "th", section.rows[-1]), *(row(r, "td", r) for r in section.rows)]
+    table = f"<div class=scroll><table>{''.join(f'<tr>{r}</tr>' for r in rows)}</table></div>"
     return f"<section><h2>{html.escape(section.title)}</h2><p>{html.escape(section.text)}</p>{table}</section>"
+
+
+_FIGURE = re.compile(r"[+-]?[\d,.]+%?( \([\d,.]+\)|: [\d,.]+, [\d,.]+)?|-")
+_STATUS_STYLES = {OK: "good", NONE: "none", UNVERIFIED: "bad"}
 
 
 def _html_budgets(report: Report) -> str:
@@ -1140,7 +1144,7 @@ p { margin: .3rem 0; color: var(--soft); }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: 13px; }
 th { color: var(--soft); font-weight: 600; }
 td, th { text-align: left; padding: .22rem .9rem .22rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 canvas { width: 100%; display: block; background: var(--panel); border-radius: 6px; cursor: grab; touch-action: none; }
 #legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; margin: .5rem 0; font-size: 12px; color: var(--soft); }
 #legend i { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .35em; }

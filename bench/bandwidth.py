@@ -4,7 +4,6 @@
 several ways to read is the honest ceiling: a slow way would make every share of it look better.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
 
@@ -95,7 +94,7 @@ def matrix_rate(device: torch.device, *, size: int | None = None, repetitions: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.bandwidth", description=(__doc__ or "").partition("\n\n")[0])
+    parser = rows.parser("bandwidth", __doc__)
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repetitions", type=int, default=20)
     rows.add_options(parser)

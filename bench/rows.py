@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -188,6 +188,16 @@ def command_line(argv: Sequence[str]) -> str:
 # --- A run -----------------------------------------------------------------------------------------------------------
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """Of `python -m bench.NAME`, described by its docstring's first paragraph; a mistake is a ValueError."""
+    return _Parser(prog=f"python -m bench.{name}", description=(doc or "").partition("\n\n")[0])
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("results")
     group.add_argument("--output", choices=("md", "csv", "json"), default="json", help="shown above the JSON list")
@@ -245,9 +255,8 @@ def run(main: Callable[[], None]) -> None:
     """A bench's exit: one line and status 2 for a user's mistake, status 1 for a failed run."""
     try:
         main()
-    except (ValueError, OSError) as error:
-        say(f"error: {error}")
-        raise SystemExit(2) from error
-    except RuntimeError as error:
-        say(f"error: {error}")
-        raise SystemExit(1) from error
+    except (ValueError, OSError, RuntimeError) as error:
+        say(f"error: {' '.join(str(error).split()) or type(error).__name__}")
+        sys.exit(1 if isinstance(error, RuntimeError) else 2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -33,7 +33,7 @@ def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """The options that the benches of a model share."""
-    result = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=(doc or "").partition("\n\n")[0])
+    result = rows.parser(name, doc)
     group = result.add_argument_group("model")
     source = group.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint", type=Path, metavar="DIR")
@@ -153,6 +153,12 @@ def random_prompts(model: Transformer, batch: int, length: int) -> list[list[int
     """The same ids for every decoder and every run."""
     source = torch.Generator().manual_seed(length)
     return torch.randint(model.config.vocab_size, (batch, length), generator=source).tolist()
+
+
+def weight_bytes(model: Transformer) -> int:
+    """Of all weights, the embedding table included, a shared tensor once."""
+    tensors = {tensor.data_ptr(): tensor for tensor in model.named_targets().values()}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def pairs(first: Sequence[int], second: Sequence[int], names: str) -> list[tuple[int, int]]:

@@ -6,6 +6,7 @@ source scripts/environment.sh
 
 make_environment gguf
 .venv/bin/python scripts/default_checkpoint.py
+echo "Gravity is"
 .venv/bin/python generate.py --prompt "Gravity is" --max-new-tokens 60 --temperature 0
 
 cat <<'END'

@@ -30,7 +30,7 @@ from generate import choose_device
 
 COLUMNS = (
     *("model", "precision", "decoder", "batch", "prompt", "new", "position", "rate", "p10", "p90", "share", "ttft"),
-    *("prefill", "cold", "warm", "memory", "graphs"),
+    *("prefill", "compile", "warm", "memory", "graphs"),
 )
 
 
@@ -84,6 +84,7 @@ def measure(generator: Generator, case: Case, params: SamplingParams, repetition
         time_to_first_token_s=first_token_s,
         prefill_tok_per_s=first_token_s and batch * (case.prompt_tokens or 0) / first_token_s,
         compile_s=generator.compile_s or None,
+        weight_bytes=workload.weight_bytes(generator.model),
         peak_memory_bytes=machine.peak_memory(generator.device),
         read_bandwidth_bytes_per_s=bandwidth,
         bytes_per_step=bytes_per_step,
@@ -135,6 +136,7 @@ def compile_times(options: argparse.Namespace, quantization: str, decoder: str, 
         "decoders": decoder,
         "batch": batch,
         "compile-mode": options.compile_mode,
+        "settings": options.settings,
         "max-seq-len": workload.capacity(options, _room(options)),
         "temperature": options.temperature,
         "top-k": options.top_k,

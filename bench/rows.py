@@ -152,9 +152,9 @@ def check(row: Row, cache_bytes: int) -> None:
 # --- Files -----------------------------------------------------------------------------------------------------------
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a result file, [] when there is none. Raises ValueError when it is not a list of rows."""
-    if not path.exists():
+def read_rows(path: Path | None) -> list[dict[str, Any]]:
+    """The rows of a result file, [] without one. Raises ValueError when it is not a list of rows."""
+    if path is None or not path.exists():
         return []
     try:
         records = json.loads(path.read_text(encoding="utf-8"))

@@ -60,6 +60,7 @@ def add_decode_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--temperature", type=float, default=DEFAULT_SAMPLING.temperature)
     group.add_argument("--top-k", type=int, default=DEFAULT_SAMPLING.top_k, help="0: off")
     group.add_argument("--compile-mode", choices=COMPILE_MODES, default=COMPILE_MODES[0])
+    group.add_argument("--settings", choices=("ours", "plain"), default="ours", help="plain: Inductor's for the mode")
     group.add_argument("--max-seq-len", type=int, metavar="N", help="capacity of the caches (as needed, rounded up)")
 
 
@@ -134,6 +135,8 @@ def generator(
     subject: Subject, decoder: str, options: argparse.Namespace, *, positions: int, batch: int = 1, **settings: Any
 ) -> Generator:
     """A Generator with room for so many positions, or for as many as --max-seq-len says."""
+    if options.settings == "plain":
+        settings["project_settings"] = False
     return Generator(
         subject.model,
         batch=batch,

@@ -97,7 +97,8 @@ class Generator:
 
     compile: torch.compile for the decode step; None: where there is CUDA. kernels: "inductor", "triton" (this
     project's) or "auto". compile_prefill: also prefill, once per chunk size. allow_no_graphs: a run whose CUDA
-    graphs were skipped is reported and not refused. note: receives a line now and then (compilation takes a while).
+    graphs were skipped is reported and not refused. backend: of torch.compile; any but Inductor's is for tests.
+    note: receives a line now and then (compilation takes a while).
 
     Raises ValueError for settings that cannot be served, RuntimeError when graphs were asked for and did not run.
     """
@@ -115,6 +116,7 @@ class Generator:
         compile_prefill: bool = False,
         allow_no_graphs: bool = False,
         rotary_length: int | None = None,
+        backend: str = "inductor",
         note: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     ) -> None:
         self.model = model
@@ -141,7 +143,8 @@ class Generator:
                 fused.FusedStep(model, self.state) if self.decoder == "fused" else DecodeStep(model, self.state)
             )
         self.compile_mode = compile_mode if compiled else None
-        self._options = inductor_options(self.device, compile_mode) if compiled else None
+        self._backend = backend
+        self._options = inductor_options(self.device, compile_mode) if compiled and backend == "inductor" else None
         self._compiled_steps: dict[str, Callable[[str], None]] = {}
         self._compiled_prefills: dict[int, Callable[[Tensor, Tensor, Tensor | None], None]] = {}
         self._compiles_prefill = compiled and compile_prefill
@@ -157,7 +160,7 @@ class Generator:
             raise ValueError(f"unknown kernels {kernels!r}: auto, inductor or triton")
         if kernels == "inductor":
             return "compiled"
-        reason = fused.unsupported(self.model, self.state)
+        reason = fused.unsupported(self.model, self.state, self.device)
         if reason is None:
             return "fused"
         if kernels == "triton":
@@ -245,7 +248,7 @@ class Generator:
         own = types.FunctionType(
             function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
         )
-        return torch.compile(own, fullgraph=True, dynamic=False, options=self._options)
+        return torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend, options=self._options)
 
     def _warm(self, what: str, call: Callable[[], None]) -> None:
         self._note(f"compiling the {what}: seconds from the cache, up to a minute without ...")

@@ -130,12 +130,19 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self.as_reduction = False  # one row as a product and a sum, which Inductor turns into one streaming loop
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.as_reduction or x.numel() != self.in_features:
-            return F.linear(x, self.weight, self.bias)
-        y = (self.weight.float() * x.reshape(-1).float()).sum(-1)
-        y = y if self.bias is None else y + self.bias
-        return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
+    def forward(self, x: Tensor, rows: slice = slice(None)) -> Tensor:
+        """x [..., in_features] -> [..., out_features], or only these rows of it."""
+        bias = None if self.bias is None else self.bias[rows]
+        if not self.reduces(x):
+            return F.linear(x, self.weight[rows], bias)
+        # as_strided makes Inductor store x: it would be recomputed for every output row otherwise.
+        row = x.as_strided((self.in_features,), (1,)).float()
+        y = (self.weight[rows].float() * row).sum(-1)
+        y = y if bias is None else y + bias
+        return y.to(x.dtype).view(*x.shape[:-1], -1)
+
+    def reduces(self, x: Tensor) -> bool:
+        return self.as_reduction and x.numel() == self.in_features
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         """The tensors, by the suffix of their name in a file, that hold these rows: views to copy a checkpoint into."""
@@ -303,7 +310,12 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        proj = self.gate_up_proj
+        if proj.reduces(x):  # two reductions over the same rows fuse, with the product behind them
+            half = proj.out_features // 2
+            gate, up = proj(x, slice(half)), proj(x, slice(half, None))
+        else:
+            gate, up = proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
 
 

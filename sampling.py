@@ -14,9 +14,11 @@ All settings are tensors, so that no value of one recompiles anything.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 SAMPLERS = ("greedy", "top_k", "full")
+_ARGMAX_BLOCK = 1024
 INVALID = -2  # the "id" drawn where no token can be: the logits hold NaN, or nothing but -inf
 
 
@@ -35,9 +37,20 @@ class Settings:
 def choose(kind: str, logits: Tensor, settings: Settings, position: Tensor, seen: Tensor) -> Tensor:
     """logits fp32 [B, V], position int64 [B] (of the token to come), seen bool [B, V] -> ids int64 [B]."""
     ranked = logits if kind == "greedy" else scores(kind, logits, settings, position, seen)
-    best = ranked.argmax(dim=-1)  # the first of equals; NaN counts as largest
+    best = first_of_largest(ranked)
     possible = ranked.gather(-1, best.unsqueeze(-1)).squeeze(-1) > float("-inf")
     return torch.where(possible, best, INVALID)
+
+
+def first_of_largest(x: Tensor) -> Tensor:
+    """argmax of x [B, V]: the lowest index of equals; NaN counts as largest. -> int64 [B]."""
+    if not x.is_cuda:
+        return x.argmax(dim=-1)
+    # Inductor splits sums and maxima over the GPU, but leaves an argmax to one program (63 us at V = 128k): split by
+    # hand.
+    blocks = F.pad(x, (0, -x.shape[-1] % _ARGMAX_BLOCK), value=float("-inf")).unflatten(-1, (-1, _ARGMAX_BLOCK))
+    block = blocks.amax(dim=-1).argmax(dim=-1, keepdim=True)
+    return (block * _ARGMAX_BLOCK + blocks.argmax(dim=-1).gather(-1, block)).squeeze(-1)
 
 
 def scores(kind: str, logits: Tensor, settings: Settings, position: Tensor, seen: Tensor) -> Tensor:
@@ -91,17 +104,21 @@ def within_mass(scaled: Tensor, keep: Tensor, top_p: Tensor) -> Tensor:
     return keys >= largest_threshold(keys, mass, wanted).unsqueeze(-1)
 
 
-def largest_threshold(keys: Tensor, weights: Tensor | None, wanted: Tensor) -> Tensor:
+def largest_threshold(keys: Tensor, weights: Tensor | None, wanted: Tensor, bits: int | None = None) -> Tensor:
     """The largest int32 t [B] for which the weights of keys >= t add up to `wanted` at least: t is one of the keys.
 
-    keys int32 [B, V]; weights integer [B, V] (None: each counts one); wanted int64 [B], at most the sum. Bit by bit
-    from the sign down: 32 passes, each one comparison and one sum."""
+    keys int32 [B, V]; weights integer [B, V] (None: each counts one); wanted int64 [B], at most the sum. Each pass
+    fixes the next `bits` bits by trying all their values at once. One bit a pass is the least work, which is best on
+    CPU; a GPU has lanes to spare, and passes cost it launches."""
+    bits = bits or (4 if keys.is_cuda else 1)
     found = torch.full_like(wanted, -(1 << 31), dtype=torch.int32)
-    for bit in range(31, -1, -1):
-        trial = found ^ -(1 << 31) if bit == 31 else found | (1 << bit)  # clearing the sign bit raises an int32
-        above = keys >= trial.unsqueeze(-1)
-        reached = (above if weights is None else weights * above).sum(dim=-1)
-        found = torch.where(reached >= wanted, trial, found)
+    values = torch.arange(1, 1 << bits, dtype=torch.int64, device=keys.device)
+    for shift in range(32 - bits, -1, -bits):
+        trials = found.unsqueeze(-1) + (values << shift).to(torch.int32)  # [B, 2**bits - 1]; wraps as it should
+        above = keys.unsqueeze(1) >= trials.unsqueeze(-1)
+        reached = (above if weights is None else weights.unsqueeze(1) * above).sum(dim=-1)
+        fitting = (reached >= wanted.unsqueeze(-1)).sum(dim=-1)  # reached falls as trials rise
+        found = found + (fitting << shift).to(torch.int32)
     return found
 
 

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import fused
 import torch
 from torch import Tensor, nn
 
+import fused
 from attention import FlexAttention, ReducedAttention
 from decoding import EOS_CAPACITY, NO_TOKEN, RING, DecodeState, DecodeStep
 from model import Linear, Transformer

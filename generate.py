@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import quantize
 import torch
 
-import quantize
 from checkpoint import Checkpoint, check_targets, load_weights, open_checkpoint
 from engine import COMPILE_MODES, DEFAULT_SAMPLING, Completion, Generator, Run, SamplingParams
 from model import RANDOM_SHAPES, Transformer, build, cache_slots, randomize

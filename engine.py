@@ -145,7 +145,7 @@ class Generator:
         self.compile_mode = compile_mode if compiled else None
         self._backend = backend
         self._options = inductor_options(self.device, compile_mode) if compiled and backend == "inductor" else None
-        self._compiled_steps: dict[str, Callable[[str], None]] = {}
+        self._compiled_steps: dict[str, Callable[[str, Tensor | None], None]] = {}
         self._compiled_prefills: dict[int, Callable[[Tensor, Tensor, Tensor | None], None]] = {}
         self._compiles_prefill = compiled and compile_prefill
         if compiled:
@@ -234,13 +234,23 @@ class Generator:
             return
         module = self._step
 
-        def step(sampler: str) -> None:
-            module(sampler)
+        def step(sampler: str, used: Tensor | None) -> None:
+            module(sampler, None if used is None else used.shape[0])
 
         self._compiled_steps[sampler] = compiled = self._compile(step)
         with _pinned_modes():
             self.state.done.fill_(True)  # finished rows write to the scratch slot alone
-            self._warm(f"{self.decoder} decode step ({sampler})", lambda: compiled(sampler))
+            self._warm(f"{self.decoder} decode step ({sampler})", lambda: compiled(sampler, self._slots_in_use(2)))
+
+    def _slots_in_use(self, count: int) -> Tensor | None:
+        """What tells a compiled step on CPU how far the caches are filled: a tensor of that size, since a compiler
+        takes sizes, not numbers, as symbols. A captured graph has one size for all; there the device knows the
+        positions."""
+        if self.device.type != "cpu":
+            return None
+        used = torch.empty(max(count, 2))  # a size of 1 would be compiled apart
+        torch._dynamo.mark_dynamic(used, 0)
+        return used
 
     def _compile(self, function: Callable[..., None]) -> Callable[..., Any]:
         # Dynamo keeps what it compiled by code object: a copy gives this Generator entries of its own, which neither
@@ -301,11 +311,12 @@ class Generator:
             self._launch()
 
     def _launch(self) -> None:
+        in_use = max(self._positions) + 1
         if self.decoder == "eager":
-            self._step(self._sampler, max(self._positions) + 1)
-            self._positions = [position + 1 for position in self._positions]
+            self._step(self._sampler, in_use)
         else:
-            self._compiled_steps[self._sampler](self._sampler)
+            self._compiled_steps[self._sampler](self._sampler, self._slots_in_use(in_use))
+        self._positions = [position + 1 for position in self._positions]
 
     def run_steps(self, steps: int) -> float:
         """Launch decode steps without reading a token; -> seconds, from an idle device to an idle device."""

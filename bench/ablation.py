@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import machine, rows, workload
+from bench.decode import empty_caches
 from bench.rows import Row, say
 from generate import choose_device
 
@@ -53,9 +54,10 @@ def join_quality(row: Mapping[str, Any], quality: list[dict[str, Any]]) -> dict[
 
 
 def measure(arguments: list[str]) -> dict[str, Any]:
-    """One row of bench.decode, from a new process. Raises RuntimeError with the last line of what it said."""
+    """One row of bench.decode, from a new process with empty caches. Raises RuntimeError with the last line it wrote."""
     command = [sys.executable, "-m", "bench.decode", *arguments]
-    done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True)
+    with empty_caches():
+        done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError((done.stderr.splitlines() or ["no message"])[-1])
     return json.loads(done.stdout.splitlines()[-1])[-1]

@@ -25,7 +25,7 @@ import fused
 from attention import FlexAttention, ReducedAttention
 from decoding import EOS_CAPACITY, NO_TOKEN, RING, DecodeState, DecodeStep
 from model import Linear, Transformer
-from profiling import GraphProof, GraphWatch
+from profiling import CompilationFacts, GraphProof, GraphWatch
 from sampling import INVALID
 
 COMPILE_MODES = ("reduce-overhead", "default", "max-autotune", "max-autotune-no-cudagraphs")
@@ -126,7 +126,8 @@ class Generator:
         self.eos_token_ids = tuple(eos_token_ids)
         self._note = note
         self._allow_no_graphs = allow_no_graphs
-        self.compile_s = 0.0
+        self.compile_s = 0.0  # warm-up of everything compiled: first calls, and
+        self.record_s = 0.0  # of it, the calls after each first: recording, and a replay
         self.proof = GraphProof("none")
         if batch < 1 or self.capacity < 1:
             raise ValueError(f"batch and max-seq-len must be 1 or more, not {batch} and {self.capacity}")
@@ -144,7 +145,7 @@ class Generator:
             )
         self.compile_mode = compile_mode if compiled else None
         self._backend = backend
-        self._options = inductor_options(self.device, compile_mode) if compiled and backend == "inductor" else None
+        self.options = inductor_options(self.device, compile_mode) if compiled and backend == "inductor" else None
         self._compiled_steps: dict[str, Callable[[str, Tensor | None], None]] = {}
         self._compiled_prefills: dict[int, Callable[[Tensor, Tensor, Tensor | None], None]] = {}
         self._compiles_prefill = compiled and compile_prefill
@@ -258,20 +259,25 @@ class Generator:
         own = types.FunctionType(
             function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
         )
-        return torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend, options=self._options)
+        return torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend, options=self.options)
 
     def _warm(self, what: str, call: Callable[[], None]) -> None:
         self._note(f"compiling the {what}: seconds from the cache, up to a minute without ...")
         began = time.perf_counter()
         try:
             with _pinned_modes():
-                for _ in range(3):  # compile and run, record, replay
-                    call()
+                call()  # compile and run
+                self.synchronize()
+                compiled = time.perf_counter()
+                call()  # record
+                call()  # replay
                 self.synchronize()
         except torch._dynamo.exc.TorchDynamoException as error:
             raise RuntimeError(f"the {what} did not compile: {_first_line(error)}") from error
-        took = time.perf_counter() - began
+        now = time.perf_counter()
+        took = now - began
         self.compile_s += took
+        self.record_s += now - compiled
         self._note(f"compiled the {what} in {took:.1f} s")
 
     def begin(
@@ -341,6 +347,10 @@ class Generator:
     def graphs(self) -> str:
         """Whether graphs ran in the last segment: verified, none or unverified."""
         return self.proof.status
+
+    def compilation(self) -> CompilationFacts:
+        """What the compiler did in this process since this Generator was made."""
+        return self._watch.compilation()
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -54,7 +54,7 @@ def join_quality(row: Mapping[str, Any], quality: list[dict[str, Any]]) -> dict[
 
 
 def measure(arguments: list[str]) -> dict[str, Any]:
-    """One row of bench.decode, from a new process with empty caches. Raises RuntimeError with the last line it wrote."""
+    """One row of bench.decode, from a process with empty caches. Raises RuntimeError with the last line it wrote."""
     command = [sys.executable, "-m", "bench.decode", *arguments]
     with empty_caches():
         done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True)

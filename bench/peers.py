@@ -101,19 +101,32 @@ class Transformers:
             self._options |= {"cache_implementation": "static", "compile_config": _compile_config(device)}
 
     def run(self, prompt: list[int], new_tokens: int) -> Timing:
-        first, whole = (self._seconds(prompt, count) for count in (1, new_tokens))
-        return Timing(first, whole - first)
-
-    def _seconds(self, prompt: list[int], new_tokens: int) -> float:
-        ids = torch.tensor([prompt], device=self._device)
+        ids, arrivals = torch.tensor([prompt], device=self._device), _Arrivals()
         began = time.perf_counter()
         with torch.no_grad():
-            made = self._model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **self._options
+            self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                streamer=arrivals,
+                **self._options,
             )
-        made.tolist()  # waits for the device
-        assert made.shape[1] == len(prompt) + new_tokens
-        return time.perf_counter() - began
+        _prompt, first, *later = arrivals.times
+        assert len(later) == new_tokens - 1
+        return Timing(first - began, later[-1] - first)
+
+
+class _Arrivals:
+    """A streamer of transformers that notes when the prompt and each token come."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
 
 
 def _shape(config: ModelConfig) -> Any:

@@ -82,7 +82,7 @@ def main() -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("matplotlib is not installed (pip install -e '.[plot]')") from error
-    shares, along = TABLES["h200"].rows(), rows.read_rows(RESULTS / "h200-positions.json")
+    shares, along = TABLES["h200-compared"].rows(), rows.read_rows(RESULTS / "h200-positions.json")
     if not grouped(shares):
         raise ValueError(f"{RESULTS}: no rows to draw")
     bars = len(shares) + 2 * len(grouped(shares))

@@ -29,8 +29,8 @@ class Table(NamedTuple):
         return sorted((join_quality(row, quality) for row in found if self.keep(row)), key=self.order)
 
 
-def _short_prompt(row: ResultRow) -> bool:
-    return row.get("batch") == 1 and (row.get("prompt_tokens") or 0) <= 5
+def _short_prompt_on_h200(row: ResultRow) -> bool:
+    return "H200" in row["device_name"] and row.get("batch") == 1 and (row.get("prompt_tokens") or 0) <= 5
 
 
 def _by_model_and_rate(row: ResultRow) -> tuple[str, int, float]:
@@ -38,45 +38,38 @@ def _by_model_and_rate(row: ResultRow) -> tuple[str, int, float]:
     return row["model"], bits, -row["decode_tok_per_s"]
 
 
+_PEERS_NOTED = ("model", "precision", "decoder", "rate", "share", "note")
 TABLES = {
-    # Every decoder and precision on the H200, beside what else there is.
     "h200": Table(
-        ("h200-decode", "peers"),
-        ("model", "precision", "decoder", "rate", "share", "graphs", "note"),
-        lambda row: "H200" in row["device_name"] and _short_prompt(row),
-        _by_model_and_rate,
-    ),
-    "h200-decode": Table(
         ("h200-decode",),
-        (
-            *("model", "precision", "decoder", "batch", "rate", "p10", "p90", "share", "ttft", "compile", "warm"),
-            *("memory", "graphs"),
-        ),
+        ("model", "precision", "decoder", "batch", "rate", "share", "ttft", "compile", "warm", "memory", "graphs"),
     ),
-    "h200-modes": Table(("h200-modes",), ("model", "mode", "rate", "share", "compile", "warm", "graphs")),
+    # Others, as far as they ran on an H200.
+    "peers": Table(("peers",), _PEERS_NOTED, _short_prompt_on_h200, _by_model_and_rate),
+    # Both, side by side: what the picture shows.
+    "h200-compared": Table(("h200-decode", "peers"), _PEERS_NOTED, _short_prompt_on_h200, _by_model_and_rate),
+    "h200-precisions": Table(
+        ("h200-decode",),
+        ("precision", "decoder", "size", "rate", "share", "perplexity", "agreement"),
+        lambda row: row["model"] == "llama-3.1-8b" and _short_prompt_on_h200(row),
+        lambda row: -row["weight_bytes"],
+    ),
     "h200-positions": Table(
         ("h200-positions",),
         ("model", "decoder", "capacity", "position", "rate", "share"),
-        order=lambda row: row["decoder"],
+        order=lambda row: (row["decoder"], row["max_seq_len"], row["position"]),
     ),
     "h200-prefill": Table(("h200-prefill",), ("model", "decoder", "prompt", "prefill", "matrix_share")),
     "h200-ablation": Table(
         ("h200-ablation",),
-        ("step", "precision", "rate", "share", "compile", "warm", "graphs", "perplexity", "agreement"),
+        ("step", "precision", "mode", "rate", "share", "compile", "warm", "graphs", "perplexity", "agreement"),
     ),
-    "h200-precisions": Table(
-        ("h200-decode",),
-        ("precision", "decoder", "size", "rate", "share", "perplexity", "agreement"),
-        lambda row: row["model"] == "llama-3.1-8b" and _short_prompt(row),
-        lambda row: -row["weight_bytes"],
-    ),
-    "cpu-decode": Table(
-        ("cpu-decode",), ("model", "precision", "decoder", "rate", "p10", "p90", "share", "ttft", "compile")
-    ),
-    "cpu-peers": Table(
-        ("cpu-peers",), ("precision", "decoder", "rate", "share", "ttft", "ratio", "ratio_p10", "ratio_p90")
-    ),
+    "cpu": Table(("cpu-peers",), ("precision", "decoder", "rate", "p10", "p90", "share", "ttft", "ratio")),
+    "cpu-decode": Table(("cpu-decode",), ("model", "precision", "decoder", "rate", "share", "ttft", "compile")),
     "cpu-prefill": Table(("cpu-prefill",), ("model", "decoder", "prompt", "prefill", "matrix_share")),
+    "cpu-ablation": Table(
+        ("cpu-ablation",), ("step", "precision", "rate", "share", "compile", "perplexity", "agreement")
+    ),
     "quality": Table(("quality",), ("model", "precision", "size", "perplexity", "agreement", "kl")),
     "bandwidth": Table(
         ("h200-bandwidth", "cpu-bandwidth"), ("device", "bandwidth", "bandwidth_p10", "bandwidth_p90", "matrix")
@@ -89,8 +82,11 @@ def block(name: str) -> str:
     if name not in TABLES:
         raise ValueError(f"README: unknown table {name!r}: one of {', '.join(TABLES)}")
     found = TABLES[name].rows()
+    if not found:
+        return ""
     commands = dict.fromkeys(row["command"] for row in found if "command" in row)
-    return "\n".join([tables.markdown(found, TABLES[name].columns), "", "```sh", *commands, "```", ""])
+    listed = ["", "```sh", *commands, "```"] if commands else []
+    return "\n".join([tables.markdown(found, TABLES[name].columns), *listed, ""])
 
 
 def rendered(text: str) -> str:

@@ -4,9 +4,11 @@ Knows torch's profiler, its compile-time counters and its graph tree. Knows noth
 step is a name and a callable, and what a reader of the trace needs to know is handed in as plain data (`RunFacts`).
 """
 
+import itertools
 import json
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,9 +41,10 @@ class GraphProof:
 
 
 class CompilationFacts(TypedDict):
-    """What the compiler did in this process, from its start to now."""
+    """What the compiler did in this process since a GraphWatch was made."""
 
     compilations: int
+    cached: int  # graphs whose code came from Inductor's cache
     graph_breaks: dict[str, int]  # reason -> how often
     recompilations: list[str]  # one reason each
     skips: int  # graphs that Inductor left out
@@ -133,6 +136,7 @@ class _Snapshot:
     """Process-wide counts of the compiler at one moment."""
 
     compilations: int
+    cached: int
     graph_breaks: dict[str, int]
     skips: int
     last_compilation: object | None
@@ -153,6 +157,7 @@ class GraphWatch:
         for name in _SKIP_LOGGERS:
             logging.getLogger(name).addHandler(self._skip_log)
         self._detach = weakref.finalize(self, self._skip_log.detach)
+        self._made = _snapshot()
         self._before: _Snapshot | None = None
         self._replays: dict[int, int] = {}  # graph id -> replays in this segment
         self._nodes: list[Any] = []
@@ -204,16 +209,15 @@ class GraphWatch:
         return GraphProof("unverified" if broken else "verified", tuple(broken), bool(broken), counts)
 
     def compilation(self) -> CompilationFacts:
-        """What the compiler did in this process so far, for a trace's metadata."""
-        from torch._dynamo.utils import get_compilation_metrics
-
-        metrics = get_compilation_metrics()
-        now = _snapshot()
+        """What the compiler did in this process since this watch was made, for a trace's metadata."""
+        then, now = self._made, _snapshot()
+        metrics = _metrics_since(then.last_compilation)
         return {
-            "compilations": now.compilations,
-            "graph_breaks": now.graph_breaks,
-            "recompilations": [_one_line(m.recompile_reason) for m in metrics if m.recompile_reason],
-            "skips": now.skips,
+            "compilations": now.compilations - then.compilations,
+            "cached": now.cached - then.cached,
+            "graph_breaks": dict(Counter(now.graph_breaks) - Counter(then.graph_breaks)),
+            "recompilations": _recompile_reasons(then.last_compilation),
+            "skips": now.skips - then.skips,
             "skip_reasons": list(self._skip_log.texts),
             "compile_s": sum(m.entire_frame_compile_time_s or 0.0 for m in metrics),
         }
@@ -250,7 +254,8 @@ def _snapshot() -> _Snapshot:
 
     metrics = get_compilation_metrics()
     return _Snapshot(
-        compilations=counters["frames"]["total"],
+        compilations=counters["stats"]["unique_graphs"],
+        cached=counters["inductor"]["fxgraph_cache_hit"],
         graph_breaks=dict(counters["graph_break"]),
         skips=counters["inductor"]["cudagraph_skips"],
         last_compilation=metrics[-1] if metrics else None,
@@ -275,15 +280,15 @@ def _compiler_changes(before: _Snapshot, after: _Snapshot) -> tuple[dict[str, in
 
 
 def _recompile_reasons(since: object | None) -> list[str]:
+    return [_one_line(m.recompile_reason) for m in _metrics_since(since) if m.recompile_reason]
+
+
+def _metrics_since(since: object | None) -> list[Any]:
+    """What torch recorded of each compilation after this one, oldest first."""
     from torch._dynamo.utils import get_compilation_metrics
 
-    reasons = []
-    for metrics in reversed(get_compilation_metrics()):
-        if metrics is since:
-            break
-        if metrics.recompile_reason:
-            reasons.append(_one_line(metrics.recompile_reason))
-    return reasons[::-1]
+    later = itertools.takewhile(lambda metrics: metrics is not since, reversed(get_compilation_metrics()))
+    return list(later)[::-1]
 
 
 def _tree_nodes(device: torch.device) -> Iterator[Any]:

@@ -11,8 +11,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import CodeType
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
@@ -147,7 +148,8 @@ class GraphWatch:
 
     Create it before anything is compiled: the reason of a skipped graph is logged once, while compiling or warming up.
     Warm up (three calls: compile and run, record, replay) before `start`. The graph tree belongs to a thread: call
-    `start` and `stop` on the one that runs the steps. A replay costs one more Python call while it is watched.
+    `start` and `stop` on the one that runs the steps. A replay costs one more Python call while it is watched. Counts
+    of compilations are the process's, unless `start` is told which function's they should be.
     """
 
     def __init__(self, device: torch.device, expect_graphs: bool = True) -> None:
@@ -159,13 +161,17 @@ class GraphWatch:
         self._detach = weakref.finalize(self, self._skip_log.detach)
         self._made = _snapshot()
         self._before: _Snapshot | None = None
+        self._code: CodeType | None = None  # whose compilations count
+        self._missing = ""  # what torch's private interface lacks
         self._replays: dict[int, int] = {}  # graph id -> replays in this segment
         self._nodes: list[Any] = []
 
-    def start(self) -> None:
-        """Begin a segment. An unfinished one is dropped."""
+    def start(self, function: Callable[..., object] | None = None) -> None:
+        """Begin a segment, of calls of this function if it is given: what others compile is then no fault. An
+        unfinished segment is dropped."""
         self._unwrap()
-        self._before = _snapshot()
+        self._code = function and function.__code__
+        self._before = _snapshot(self._code)
         self._missing = ""
         if not self._expects:
             return
@@ -181,7 +187,7 @@ class GraphWatch:
         """End the segment. steps: how many ran in it; each must have replayed the same number of graphs."""
         if self._before is None:
             return GraphProof("unverified", ("the segment was never started",))
-        before, after, self._before = self._before, _snapshot(), None
+        before, after, self._before = self._before, _snapshot(self._code), None
         counts, broken = _compiler_changes(before, after)
         if not self._expects:
             return GraphProof("none", tuple(broken), bool(broken), counts)
@@ -207,6 +213,19 @@ class GraphWatch:
         elif steps and replays % steps:
             broken.append(f"{replays} replays do not divide into {steps} steps: some steps ran without graphs")
         return GraphProof("unverified" if broken else "verified", tuple(broken), bool(broken), counts)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within a segment: the graphs that are recorded or skipped meanwhile are no step's."""
+        if not self._expects or self._before is None or self._missing:
+            yield
+            return
+        segment, skips, nodes = self._before, _snapshot(self._code).skips, set(map(id, _tree_nodes(self._device)))
+        yield
+        if self._before is segment:
+            skipped = _snapshot(self._code).skips - skips
+            self._before = replace(segment, skips=segment.skips + skipped)
+            self._nodes += [node for node in _tree_nodes(self._device) if id(node) not in nodes]
 
     def compilation(self) -> CompilationFacts:
         """What the compiler did in this process since this watch was made, for a trace's metadata."""
@@ -249,17 +268,26 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[:_MAX_REASON]
 
 
-def _snapshot() -> _Snapshot:
+def _snapshot(code: CodeType | None = None) -> _Snapshot:
     from torch._dynamo.utils import counters, get_compilation_metrics
 
-    metrics = get_compilation_metrics()
+    metrics, versions = get_compilation_metrics(), code and _versions(code)
     return _Snapshot(
-        compilations=counters["stats"]["unique_graphs"],
+        compilations=counters["stats"]["unique_graphs"] if versions is None else versions,
         cached=counters["inductor"]["fxgraph_cache_hit"],
-        graph_breaks=dict(counters["graph_break"]),
+        graph_breaks=dict(counters["graph_break"]) if versions is None else {},
         skips=counters["inductor"]["cudagraph_skips"],
         last_compilation=metrics[-1] if metrics else None,
     )
+
+
+def _versions(code: CodeType) -> int | None:
+    """How many compiled versions of this code exist, if torch still says."""
+    try:
+        from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    except ImportError:
+        return None
+    return len(_debug_get_cache_entry_list(code))
 
 
 def _compiler_changes(before: _Snapshot, after: _Snapshot) -> tuple[dict[str, int], list[str]]:

@@ -178,3 +178,29 @@ def test_capture_annotates_each_step_once_and_stores_the_facts(tmp_path: Path, n
     inside = next(e for e in marks if e["name"] == "decode[9]")
     ops = [e["name"] for e in trace["traceEvents"] if e.get("cat") == "cpu_op" and e["ts"] > inside["ts"]]
     assert ops[0] == "aten::mul_" and "aten::add_" not in ops
+
+
+def test_what_others_compile_is_no_fault_of_the_function_watched() -> None:
+    watch = GraphWatch(torch.device("cpu"))
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    triple, other = (torch.compile(f, dynamic=False, backend="eager") for f in (plain, lambda x: x * 5))
+    triple(torch.ones(3))
+    watch.start(plain)
+    other(torch.ones(3))
+    triple(torch.ones(3))
+    assert not watch.stop(1).failed
+    watch.start(plain)
+    triple(torch.ones(4))
+    proof = watch.stop(1)
+    assert proof.failed and "expected 3, actual 4" in proof.reasons[0]
+
+
+def test_graphs_recorded_and_skipped_aside_are_no_fault(tree: SimpleNamespace, watch: GraphWatch) -> None:
+    watch.start()
+    with watch.aside():
+        tree.roots[0].append(Node(9))
+    tree.first.run_graph()
+    assert watch.stop(1).status == "verified"

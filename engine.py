@@ -327,7 +327,7 @@ class Generator:
     def run_steps(self, steps: int) -> float:
         """Launch decode steps without reading a token; -> seconds, from an idle device to an idle device."""
         self.synchronize()
-        with _pinned_modes(), _hot_loop(self.decoder != "eager"):
+        with _pinned_modes(), hot_loop(self.decoder != "eager"):
             self._watch.start()
             began = time.perf_counter()
             for _ in range(steps):
@@ -495,7 +495,7 @@ class Run:
         generator, reader = self._generator, self._generator._reader
         lag = 1 if generator.device.type == "cuda" else 0
         launched = read = 0
-        with _hot_loop(generator.decoder != "eager"):
+        with hot_loop(generator.decoder != "eager"):
             generator._watch.start()
             while self.running:
                 while launched <= read + lag and launched < max(self._budgets):
@@ -590,7 +590,7 @@ def _pinned_modes() -> Iterator[None]:
 
 
 @contextmanager
-def _hot_loop(compiled: bool) -> Iterator[None]:
+def hot_loop(compiled: bool) -> Iterator[None]:
     """While steps run, a recompilation is an error. Guards that only tell apart what this Generator never changes are
     skipped: they cost the host more than the launch."""
     if not compiled:

@@ -1,7 +1,7 @@
 """The fused decode step: the chain of `kernels` over a Transformer's own weights, caches and state. Same meaning and same
 signature as `decoding.DecodeStep`; no second copy of any weight. Knows nothing of compilation or of who launches it.
 
-Legend: B rows, H hidden_size, Hq query heads, Hkv key/value heads, D head_dim, V vocabulary.
+Legend: H hidden_size, Hq query heads, Hkv key/value heads, D head_dim, V vocabulary.
 """
 
 import torch
@@ -13,7 +13,6 @@ from model import Linear, Transformer
 from sampling import choose
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MOST_ROWS = 64
 
 
 def unsupported(model: Transformer, state: DecodeState, device: torch.device) -> str | None:
@@ -21,12 +20,14 @@ def unsupported(model: Transformer, state: DecodeState, device: torch.device) ->
     config, dtype, rows = model.config, model.embed_tokens.weight.dtype, state.token.shape[0]
     if device.type != "cuda":
         return f"the fused kernels need an NVIDIA GPU, not {device.type}"
+    if not kernels.INSTALLED:
+        return "Triton is not installed"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"the fused kernels need compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
+    if rows > 1:
+        return f"batch {rows}: the compiled path is faster"
     if dtype not in DTYPES:
         return f"the fused kernels do not know weights in {dtype}"
-    if rows > MOST_ROWS:
-        return f"the fused kernels serve up to {MOST_ROWS} rows, not {rows}"
     if config.head_dim > 256:
         return f"the fused kernels serve head_dim up to 256, not {config.head_dim}"
     linears = [module for module in model.modules() if module.__class__.__name__.endswith("Linear")]
@@ -35,7 +36,7 @@ def unsupported(model: Transformer, state: DecodeState, device: torch.device) ->
 
 
 class FusedStep(nn.Module):
-    """One token for every row, in place. Its buffers are what the kernels hand to each other."""
+    """One token for one row, in place. Its buffers are what the kernels hand to each other."""
 
     x: Tensor
     scaled: Tensor
@@ -54,32 +55,31 @@ class FusedStep(nn.Module):
     def __init__(self, model: Transformer, state: DecodeState) -> None:
         super().__init__()
         self.model, self.state = model, state
-        config, batch = model.config, state.token.shape[0]
+        config, weight = model.config, model.embed_tokens.weight
         hidden, dim, vocab = config.hidden_size, config.head_dim, config.vocab_size
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        pairs, weight = batch * kv_heads, model.embed_tokens.weight
         slots = model.layers[0].self_attn.cache.k.shape[2]
-        splits = kernels.spread(pairs, slots).splits
+        splits = kernels.spread(kv_heads, dim, slots).splits
 
         def blocks(outputs: int, inputs: int) -> int:
-            return -(-outputs // kernels.tile(outputs, inputs, batch=batch).rows)
+            return -(-outputs // kernels.tile(outputs, inputs).rows)
 
         def add(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
             self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=weight.device), persistent=False)
 
-        add("x", (batch, hidden))  # the residual
-        add("scaled", (batch, hidden), weight.dtype)  # x * the gain of the norm that comes next
-        add("squares", (batch, blocks(hidden, config.intermediate_size)))  # sums of x * x, as embed and down leave them
-        add("squares_between", (batch, blocks(hidden, heads * dim)))  # as o leaves them
-        add("qkv", (batch, (heads + 2 * kv_heads) * dim))
-        add("mixed", (batch, heads * dim), weight.dtype)  # what attention returns
-        add("partial", (pairs, splits, heads // kv_heads, dim))
-        add("stats", (pairs, splits, 2, heads // kv_heads))
-        add("arrivals", (pairs,), torch.int32)
-        add("inner", (batch, config.intermediate_size), weight.dtype)  # what down reads
-        add("logits", (batch, vocab))
-        add("maxima", (batch, blocks(vocab, hidden)))
-        add("listed", (batch, blocks(vocab, hidden)), torch.int32)
+        add("x", (1, hidden))  # the residual
+        add("scaled", (1, hidden), weight.dtype)  # x * the gain of the norm that comes next
+        add("squares", (1, blocks(hidden, config.intermediate_size)))  # sums of x * x, as embed and down leave them
+        add("squares_between", (1, blocks(hidden, heads * dim)))  # as o leaves them
+        add("qkv", (1, (heads + 2 * kv_heads) * dim))
+        add("mixed", (1, heads * dim), weight.dtype)  # what attention returns
+        add("partial", (kv_heads, splits, heads // kv_heads, dim))
+        add("stats", (kv_heads, splits, 2, heads // kv_heads))
+        add("arrivals", (kv_heads,), torch.int32)
+        add("inner", (1, config.intermediate_size), weight.dtype)  # what down reads
+        add("logits", (1, vocab))
+        add("maxima", (1, blocks(vocab, hidden)))
+        add("listed", (1, blocks(vocab, hidden)), torch.int32)
 
     def forward(self, sampler: str, kv_length: int | None = None) -> None:
         """`kv_length` is of no use here: the kernels read the positions."""
@@ -104,7 +104,6 @@ class FusedStep(nn.Module):
                 state.done,
                 attention.cache.k,
                 attention.cache.v,
-                output.weight,
                 attention.scale,
                 eps,
                 attention.window or 0,
@@ -141,5 +140,4 @@ class FusedStep(nn.Module):
             state.count,
             state.seen,
             self.listed,
-            self.arrivals,
         )

@@ -14,22 +14,36 @@ project_residual (down); then project_logits and select. Decoding is a stream of
 
 On CPU tensors an op runs its reference, or, where TRITON_INTERPRET=1, its kernel in Triton's interpreter.
 
-Legend: B rows of the batch, N outputs, K inputs of a product, H hidden_size, Hq query heads, Hkv key/value heads,
+One row: the leading 1 of the shapes is the batch.
+
+Legend: N outputs, K inputs of a product, H hidden_size, Hq query heads, Hkv key/value heads,
 G = Hq / Hkv, D head_dim, S cache slots, V vocabulary, P parts of a sum of squares, M blocks of logits.
 """
 
+from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from sampling import Settings, choose
+from sampling import INVALID, Settings, choose
 
-INTERPRETED = triton.knobs.runtime.interpret
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:  # torch for CPUs comes without it: the references are left, the kernels are plain functions
+    INSTALLED = INTERPRETED = False
+    tl = SimpleNamespace(constexpr=None)
+
+    def jit(function: Callable[..., None] | None = None, **options: Any) -> Any:
+        return function or (lambda function: function)
+else:
+    INSTALLED, INTERPRETED = True, triton.knobs.runtime.interpret
+    jit = triton.jit
+
 DELAY_NS = 20_000
 delayed: str | None = None  # tests name a kernel here that is to dawdle, so that a missing wait shows
 
@@ -57,7 +71,7 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@triton.jit
+@jit
 def _await(CHAIN: tl.constexpr, DELAY: tl.constexpr):
     """Let the next kernel start; go on when all kernels before have ended and their stores are visible."""
     if CHAIN:
@@ -67,10 +81,11 @@ def _await(CHAIN: tl.constexpr, DELAY: tl.constexpr):
         tl.inline_asm_elementwise("nanosleep.u32 $1; mov.u32 $0, 0;", "=r,r", [DELAY], tl.int32, is_pure=False, pack=1)
 
 
-@triton.jit
-def _prefetch(base, size, LANES: tl.constexpr):
-    """Ask for `size` bytes at `base`, both multiples of 16, to be brought into L2; LANES is the program's threads."""
-    share = (size + LANES * 16 - 1) // (LANES * 16) * 16
+@jit
+def _prefetch(base, size, piece, LANES: tl.constexpr):
+    """Ask for `size` bytes at `base` to be brought into L2, `piece` or more at a time (all multiples of 16); LANES is
+    the program's threads."""
+    share = tl.maximum(piece, (size + LANES * 16 - 1) // (LANES * 16) * 16)
     start = tl.arange(0, LANES) * share
     length = tl.minimum(share, size - start)
     asm: tl.constexpr = """{ .reg .pred some; setp.gt.s32 some, $2, 0;
@@ -81,32 +96,32 @@ def _prefetch(base, size, LANES: tl.constexpr):
 # --- Embedding
 
 
-@triton.jit
+@jit
 def _embed_kernel(
     token, table, gain, x, scaled, squares, multiplier,
     H: tl.constexpr, P: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.constexpr, CHAIN: tl.constexpr, DELAY: tl.constexpr,
 ):  # fmt: skip
-    programs: tl.constexpr = (P + UNITS - 1) // UNITS
-    b, part = tl.program_id(0) // programs, tl.program_id(0) % programs
-    unit = part * UNITS + tl.arange(0, UNITS)
+    unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
     at = unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :]  # [UNITS, UNIT]
     _await(CHAIN, DELAY)
-    row = tl.load(table + tl.load(token + b) * H + at, mask=at < H, other=0.0).to(tl.float32) * multiplier
-    tl.store(x + b * H + at, row, mask=at < H)
-    tl.store(scaled + b * H + at, row * tl.load(gain + at, mask=at < H, other=0.0), mask=at < H)
-    tl.store(squares + b * P + unit, tl.sum(row * row, 1), mask=unit < P)
+    row = tl.load(table + tl.load(token) * H + at, mask=at < H, other=0.0).to(tl.float32) * multiplier
+    tl.store(x + at, row, mask=at < H)
+    tl.store(scaled + at, row * tl.load(gain + at, mask=at < H, other=0.0), mask=at < H)
+    tl.store(squares + unit, tl.sum(row * row, 1), mask=unit < P)
 
 
 @torch.library.custom_op("nearroof::embed", mutates_args=("x", "scaled", "squares"))
-def embed(token: Tensor, table: Tensor, gain: Tensor, multiplier: float, x: Tensor, scaled: Tensor, squares: Tensor) -> None:
+def embed(
+    token: Tensor, table: Tensor, gain: Tensor, multiplier: float, x: Tensor, scaled: Tensor, squares: Tensor
+) -> None:
     """The first residual: x fp32 [B, H] = table[token] * multiplier, scaled [B, H] = x * gain, squares fp32 [B, P]."""
     if not _runs_kernel(x):
         return embed_reference(token, table, gain, multiplier, x, scaled, squares)
-    (batch, hidden), parts = x.shape, squares.shape[1]
+    hidden, parts = x.shape[1], squares.shape[1]
     unit = block_size(hidden, parts)
     units = max(1, 1024 // unit)
     _launch(
-        _embed_kernel, batch * -(-parts // units), token, table, gain, x, scaled, squares, multiplier, first=True,
+        _embed_kernel, -(-parts // units), token, table, gain, x, scaled, squares, multiplier, first=True,
         H=hidden, P=parts, UNIT=unit, UNITS=units, num_warps=4,
     )  # fmt: skip
     return None
@@ -139,35 +154,49 @@ def _leave_normed(x: Tensor, gain: Tensor, scaled: Tensor, squares: Tensor) -> N
 
 
 class Tile(NamedTuple):
-    """How one program of a product works: `rows` outputs, `columns` inputs at a time."""
+    """How one program of a product works: `rows` outputs, `columns` inputs at a time, `ahead` of those asked for at once."""
 
     rows: int
     columns: int
     warps: int
-    stages: int = 3  # of the pipeline through shared memory, for more than one row of the batch
+    ahead: int = 1
 
 
-# By (outputs, inputs, whether gated) of a product, for one row: measured on an H200.
-TILES: dict[tuple[int, int, bool], Tile] = {}
+# By (outputs, inputs, whether gated) of a product, with 16-bit weights on an H200.
+TILES = {
+    (14336, 4096, True): Tile(2, 1024, 2),  # Llama 3.1 8B
+    (4096, 14336, False): Tile(8, 2048, 8),
+    (128256, 4096, False): Tile(8, 2048, 8),
+    (6144, 4096, False): Tile(8, 1024, 4),
+    (4096, 4096, False): Tile(8, 2048, 8),
+    (8192, 2048, True): Tile(4, 512, 1),  # Llama 3.2 1B
+    (2048, 8192, False): Tile(4, 2048, 8),
+    (128256, 2048, False): Tile(16, 512, 2),
+    (3072, 2048, False): Tile(2, 1024, 1),
+    (2048, 2048, False): Tile(8, 1024, 4),
+    (3072, 1024, True): Tile(1, 512, 1),  # Qwen3 0.6B
+    (1024, 3072, False): Tile(4, 1024, 4),
+    (151936, 1024, False): Tile(16, 256, 1),
+    (4096, 1024, False): Tile(4, 1024, 1),
+    (1024, 2048, False): Tile(8, 1024, 4),
+}
 
 
-def tile(outputs: int, inputs: int, gated: bool = False, batch: int = 1) -> Tile:
+def tile(outputs: int, inputs: int, gated: bool = False) -> Tile:
     """The tile for a product of this shape. `rows` is also how many outputs one part of `squares` or `maxima` covers."""
-    if batch > 1:
-        return Tile(32 if outputs >= 8192 else 16, min(256, max(16, power_of_two(inputs))), 4)
     warps = 4 if inputs >= 1024 else 2 if inputs >= 512 else 1
     columns = min(power_of_two(inputs), 256 * warps)
     return TILES.get((outputs, inputs, gated)) or Tile(4 if gated else 8, columns, warps)
 
 
-@triton.jit
+@jit
 def _reduce_vectors(x, VECTOR: tl.constexpr):
     """Sum each thread's own vector: what is left to add up costs few registers."""
     rows: tl.constexpr = x.shape[0]
     return tl.sum(tl.reshape(x, (rows, x.shape[1] // VECTOR, VECTOR)), 2)
 
 
-@triton.jit
+@jit
 def _columns(at, step: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, HINT: tl.constexpr):
     """Step's columns of the rows that the pointers `at`, [ROWS, COLUMNS], point to the first columns of; zero past K."""
     if K % COLUMNS == 0:
@@ -176,105 +205,77 @@ def _columns(at, step: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, HIN
     return tl.load(at + step * COLUMNS, mask=mask, other=0.0, eviction_policy=HINT)
 
 
-@triton.jit
+@jit
 def _project_kernel(
     h, squares, weight, bias, gain, x, out, parts, eps, multiplier,
-    END: tl.constexpr, B: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SQUARES: tl.constexpr, SQUARES_PADDED: tl.constexpr,
-    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BATCH: tl.constexpr, LANES: tl.constexpr, CHAIN: tl.constexpr, DELAY: tl.constexpr,
+    END: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SQUARES: tl.constexpr, SQUARES_PADDED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, CHAIN: tl.constexpr, DELAY: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    BITS: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth
+    VECTOR: tl.constexpr = 128 // weight.dtype.element_ty.primitive_bitwidth  # what a thread loads at once
     GATED: tl.constexpr = END == "gated"
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    own = weight + first.to(tl.int64) * K  # this program's rows
+    inner = row < N
+    column = tl.arange(0, COLUMNS)[None, :]
     lines = tl.arange(0, ROWS)
     if N % ROWS != 0:
         lines = tl.minimum(lines, N - 1 - first)
-    at = own + lines[:, None] * K + column[None, :]
-    b = tl.arange(0, BATCH)
-    inner = row < N
-    inside = inner[:, None] & (b < B)[None, :]
-    to = b[None, :] * N + row[:, None]  # [ROWS, BATCH], of the ends
+    at = weight + first.to(tl.int64) * K + lines[:, None] * K + column
 
     # What no kernel of the step writes may be asked for before the wait.
     if bias is not None:
-        offset = tl.load(bias + row, mask=inner, other=0.0).to(tl.float32)[:, None]
+        offset = tl.load(bias + row, mask=inner, other=0.0).to(tl.float32)
         if GATED:
-            up_offset = tl.load(bias + N + row, mask=inner, other=0.0).to(tl.float32)[:, None]
+            up_offset = tl.load(bias + N + row, mask=inner, other=0.0).to(tl.float32)
     if END == "residual":
-        weight_of_norm = tl.load(gain + row, mask=inner, other=0.0).to(tl.float32)[:, None]
-    if B == 1:
-        w = _columns(at, 0, K, COLUMNS, "evict_first")
+        weight_of_norm = tl.load(gain + row, mask=inner, other=0.0).to(tl.float32)
+    w, v = (), ()
+    for step in tl.static_range(AHEAD):
+        w = w + (_columns(at, step, K, COLUMNS, "evict_first"),)
         if GATED:
-            v = _columns(at + N * K, 0, K, COLUMNS, "evict_first")
-    elif CHAIN and K % 16 == 0:  # the pipeline below starts after the wait
-        size = tl.minimum(ROWS, N - first) * (K * BITS // 8)
-        _prefetch(own, size, LANES)
-        if GATED:
-            _prefetch(own + N * K, size, LANES)
+            v = v + (_columns(at + N * K, step, K, COLUMNS, "evict_first"),)
     _await(CHAIN, DELAY)
 
     if END == "residual":
-        before = tl.load(x + to, mask=inside, other=0.0)
+        before = tl.load(x + row, mask=inner, other=0.0)
     if squares is not None:
-        part = tl.arange(0, SQUARES_PADDED)[None, :]
-        sums = tl.load(squares + b[:, None] * SQUARES + part, mask=(part < SQUARES) & (b < B)[:, None], other=0.0)
-    if B == 1:
-        VECTOR: tl.constexpr = 128 // BITS  # what a thread loads at once
-        y = tl.zeros((ROWS, COLUMNS // VECTOR), tl.float32)
-        z = tl.zeros((ROWS, COLUMNS // VECTOR), tl.float32)
-        for step in tl.static_range(STEPS):
-            inputs = _columns(h + column[None, :], step, K, COLUMNS, "evict_last").to(tl.float32)
-            if step + 1 < STEPS:  # the next weights are on their way while these are used
-                next_w = _columns(at, step + 1, K, COLUMNS, "evict_first")
-                if GATED:
-                    next_v = _columns(at + N * K, step + 1, K, COLUMNS, "evict_first")
-            y += _reduce_vectors(w.to(tl.float32) * inputs, VECTOR)
+        part = tl.arange(0, SQUARES_PADDED)
+        sums = tl.load(squares + part, mask=part < SQUARES, other=0.0)
+    y = tl.zeros((ROWS, COLUMNS // VECTOR), tl.float32)
+    z = tl.zeros((ROWS, COLUMNS // VECTOR), tl.float32)
+    for step in tl.static_range(STEPS):
+        inputs = _columns(h + column, step, K, COLUMNS, "evict_last").to(tl.float32)
+        if step + AHEAD < STEPS:  # later weights are on their way while these are used
+            w = w + (_columns(at, step + AHEAD, K, COLUMNS, "evict_first"),)
             if GATED:
-                z += _reduce_vectors(v.to(tl.float32) * inputs, VECTOR)
-            if step + 1 < STEPS:
-                w = next_w
-                if GATED:
-                    v = next_v
-        y = tl.sum(y, 1)[:, None]  # [ROWS, 1]
+                v = v + (_columns(at + N * K, step + AHEAD, K, COLUMNS, "evict_first"),)
+        y += _reduce_vectors(w[step].to(tl.float32) * inputs, VECTOR)
         if GATED:
-            z = tl.sum(z, 1)[:, None]
-    else:
-        y = tl.zeros((BATCH, ROWS), tl.float32)
-        z = tl.zeros((BATCH, ROWS), tl.float32)
-        for step in tl.range(STEPS):
-            left = (column < K - step * COLUMNS)[None, :]
-            inputs = tl.load(h + b[:, None] * K + step * COLUMNS + column[None, :], mask=left & (b < B)[:, None], other=0.0)
-            w = tl.load(at + step * COLUMNS, mask=left, other=0.0)
-            y = tl.dot(inputs, tl.trans(w), y, input_precision="ieee")
-            if GATED:
-                v = tl.load(at + N * K + step * COLUMNS, mask=left, other=0.0)
-                z = tl.dot(inputs, tl.trans(v), z, input_precision="ieee")
-        y, z = tl.trans(y), tl.trans(z)  # [ROWS, BATCH]
+            z += _reduce_vectors(v[step].to(tl.float32) * inputs, VECTOR)
+    y, z = tl.sum(y, 1), tl.sum(z, 1)
 
     if squares is not None:
-        scale = tl.rsqrt(tl.sum(sums, 1) / K + eps)[None, :]
+        scale = tl.rsqrt(tl.sum(sums, 0) / K + eps)
         y *= scale
-        if GATED:
-            z *= scale
+        z *= scale
     if bias is not None:
         y += offset
         if GATED:
             z += up_offset
-    if END == "gated":
+    if GATED:
         y = y / (1 + tl.exp(-y)) * z
     if END == "residual":
         y = before + y * multiplier
-        tl.store(x + to, y, mask=inside)
-        tl.store(parts + b * PARTS + tl.program_id(0), tl.sum(tl.where(inside, y * y, 0.0), 0), mask=b < B)
+        tl.store(x + row, y, mask=inner)
+        tl.store(parts + tl.program_id(0), tl.sum(tl.where(inner, y * y, 0.0), 0))
         y *= weight_of_norm
     if END == "logits":
         y *= multiplier
-        largest = tl.max(tl.where(inside, y, float("-inf")), 0)
-        tl.store(parts + b * PARTS + tl.program_id(0), largest, mask=b < B)
-    tl.store(out + to, y, mask=inside)
+        largest = tl.max(tl.where(inner, y, float("-inf")), 0)
+        broken = tl.max((inner & (y != y)).to(tl.int32), 0) > 0  # a maximum leaves NaN out
+        tl.store(parts + tl.program_id(0), tl.where(broken, float("nan"), largest))
+    tl.store(out + row, y, mask=inner)
 
 
 def _project(
@@ -282,16 +283,14 @@ def _project(
     gain: Tensor | None = None, x: Tensor | None = None, parts: Tensor | None = None, eps: float = 0.0,
     multiplier: float = 1.0,
 ) -> None:  # fmt: skip
-    (batch, inputs), outputs = h.shape, out.shape[1]
-    shape = tile(outputs, inputs, end == "gated", batch)
+    inputs, outputs = h.shape[1], out.shape[1]
+    shape = tile(outputs, inputs, end == "gated")
     rows = shape.rows if parts is None else block_size(outputs, parts.shape[1])
     sums = 1 if squares is None else squares.shape[1]
     _launch(
         _project_kernel, -(-outputs // rows), h, squares, weight, bias, gain, x, out, parts, eps, multiplier,
-        END=end, B=batch, N=outputs, K=inputs, SQUARES=sums, SQUARES_PADDED=power_of_two(sums),
-        PARTS=1 if parts is None else parts.shape[1], ROWS=rows, COLUMNS=shape.columns,
-        BATCH=1 if batch == 1 else max(16, power_of_two(batch)), LANES=32 * shape.warps,
-        num_warps=shape.warps, num_stages=shape.stages,
+        END=end, N=outputs, K=inputs, SQUARES=sums, SQUARES_PADDED=power_of_two(sums), ROWS=rows, COLUMNS=shape.columns,
+        AHEAD=min(shape.ahead, -(-inputs // shape.columns)), num_warps=shape.warps,
     )  # fmt: skip
 
 
@@ -370,129 +369,149 @@ def project_logits_reference(
 
 class Spread(NamedTuple):
     """How the slots of one KV head are spread over programs: at most `splits` of them, each with `least` slots or more,
-    `block` at a time. `ahead`: bytes of the next weights to bring into L2 meanwhile, as this kernel waits most."""
+    `block` at a time."""
 
     splits: int
     least: int = 256
-    block: int = 64
-    warps: int = 4
-    ahead: int = 1 << 25
+    block: int = 128
+    warps: int = 8
+    stages: int = 1
+    piece: int = 8192
 
 
-def spread(pairs: int, slots: int) -> Spread:
-    """For `pairs` = B * Hkv: about one program a multiprocessor, or two."""
-    return Spread(max(1, min(16, power_of_two(128 // pairs or 1), -(-slots // 256))))
+def spread(heads: int, dim: int, slots: int) -> Spread:
+    """For this many KV heads of this head_dim: about one program a multiprocessor, or two."""
+    splits = max(1, min(32 if dim <= 64 else 16, power_of_two(128 // heads or 1), -(-slots // 256)))
+    return Spread(splits, block=128 if dim <= 128 else 64, warps=4 if dim <= 64 else 8)
 
 
-@triton.jit
-def _heads(
-    qkv, gain, cos, sin, head, real, eps, D: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr
-):  # fmt: skip
-    """Heads of q or k, normalised and rotated: fp32 [heads, WIDTH]."""
+@jit
+def _heads(at, real, gain, partner_gain, cos, sin, eps, D: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
+    """Heads of q or k, at pointers [heads, 1], normalised and rotated: fp32 [heads, WIDTH]."""
     d = tl.arange(0, WIDTH)[None, :]
-    at = qkv + head[:, None] * D
-    real = real[:, None] & (d < D)
-    own = tl.load(at + d, mask=real, other=0.0)
+    own = tl.load(at + d, mask=real & (d < D), other=0.0)
     if gain is not None:
         scale = tl.rsqrt(tl.sum(own * own, 1) / D + eps)[:, None]
-        own *= scale * tl.load(gain + d, mask=d < D, other=0.0).to(tl.float32)
+        own *= scale * gain
     if HALF > 0:
-        turns = d < 2 * HALF
         partner = tl.where(d < HALF, d + HALF, d - HALF)
-        other = tl.load(at + partner, mask=real & turns, other=0.0)
+        other = tl.load(at + partner, mask=real & (d < 2 * HALF), other=0.0)
         if gain is not None:
-            other *= scale * tl.load(gain + partner, mask=turns, other=0.0).to(tl.float32)
-        angle = d % HALF
-        own *= tl.load(cos + angle, mask=turns, other=1.0)
-        own += tl.where(d < HALF, -other, other) * tl.load(sin + angle, mask=turns, other=0.0)
+            other *= scale * partner_gain
+        own = own * cos + other * sin
     return own
 
 
-@triton.jit(do_not_specialize=["capacity", "splits", "least", "piece"])
+@jit
+def _absorb(q, k, v, seen, scale, top, total, mixed):
+    """One block of slots into the running softmax of [GROUP] queries."""
+    scores = tl.where(seen[None, :], tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
+    higher = tl.maximum(top, tl.max(scores, 1))
+    shrink = tl.exp2(top - higher)
+    weights = tl.exp2(scores - higher[:, None])
+    mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+    return higher, total * shrink + tl.sum(weights, 1), mixed
+
+
+@jit(do_not_specialize=["capacity", "splits", "least", "piece"])
 def _attend_kernel(
-    qkv, q_gain, k_gain, cos, sin, position, done, k_cache, v_cache, out, partial, stats, arrivals, ahead,
-    scale, eps, capacity, splits, least, piece, WINDOW: tl.constexpr, PAIRS: tl.constexpr, HQ: tl.constexpr,
-    HKV: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr,
-    SLOTS: tl.constexpr, SPLITS_PADDED: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, CHAIN: tl.constexpr,
-    DELAY: tl.constexpr,
+    qkv, q_gain, k_gain, cos, sin, position, done, k_cache, v_cache, out, partial, stats, arrivals,
+    scale, eps, capacity, splits, least, piece, WINDOW: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr, CHAIN: tl.constexpr, DELAY: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = HQ // HKV
     dtype: tl.constexpr = k_cache.dtype.element_ty
     ROW_BYTES: tl.constexpr = D * dtype.primitive_bitwidth // 8
-    pair, split = tl.program_id(0) % PAIRS, tl.program_id(0) // PAIRS
-    b, kv = pair // HKV, pair % HKV
+    kv, split = tl.program_id(0) % HKV, tl.program_id(0) // HKV
 
     # The slots of earlier steps that this program reads: [start, end).
-    finished = tl.load(done + b) != 0
-    slot = tl.where(finished, capacity, tl.load(position + b)).to(tl.int32)
+    finished = tl.load(done) != 0
+    slot = tl.where(finished, capacity, tl.load(position)).to(tl.int32)
     first = tl.maximum(slot - WINDOW + 1, 0) if WINDOW > 0 else 0
     earlier = tl.where(finished, 0, slot - first)
-    share = tl.maximum(least, tl.cdiv(tl.cdiv(earlier, splits), BLOCK) * BLOCK)
+    share = tl.maximum(least, tl.cdiv(earlier, splits))
     active = tl.maximum(1, tl.cdiv(earlier, share))
+    if split >= active:  # make room for the next kernel at once: the first split's programs wait for the whole chain
+        return
     start = first + split * share
     end = tl.minimum(start + share, first + earlier)
     t = tl.arange(0, BLOCK)
     d = tl.arange(0, WIDTH)[None, :]
-    cache = pair.to(tl.int64) * (SLOTS * D)
+    cache = kv.to(tl.int64) * (SLOTS * D)
     at = cache + (start + t)[:, None] * D + d  # [BLOCK, WIDTH]
-    inside = (start + t < end)[:, None] & (d < D)
-    k = tl.load(k_cache + at, mask=inside, other=0.0)
-    v = tl.load(v_cache + at, mask=inside, other=0.0)
-    if CHAIN:
-        rest = (end - start - BLOCK) * ROW_BYTES
-        _prefetch(k_cache + cache + (start + BLOCK) * D, rest, LANES)
-        _prefetch(v_cache + cache + (start + BLOCK) * D, rest, LANES)
-        if ahead is not None:
-            _prefetch(ahead.to(tl.int64) + tl.program_id(0) * piece, piece, LANES)
+    if STAGES == 1:
+        inside = (start + t < end)[:, None] & (d < D)
+        k = tl.load(k_cache + at, mask=inside, other=0.0)
+        v = tl.load(v_cache + at, mask=inside, other=0.0)
+        asked = BLOCK
+    else:
+        asked = 0
+    if CHAIN and ROW_BYTES % 16 == 0:
+        rest = (end - start - asked) * ROW_BYTES
+        _prefetch(k_cache + cache + (start + asked) * D, rest, piece, LANES)
+        _prefetch(v_cache + cache + (start + asked) * D, rest, piece, LANES)
+    cosine, sine, q_own, q_other, k_own, k_other = None, None, None, None, None, None
+    partner = tl.where(d < HALF, d + HALF, d - HALF)
+    if HALF > 0:
+        cosine = tl.load(cos + slot * HALF + d % HALF, mask=d < 2 * HALF, other=1.0)
+        sine = tl.load(sin + slot * HALF + d % HALF, mask=d < 2 * HALF, other=0.0)
+        sine = tl.where(d < HALF, -sine, sine)
+    if q_gain is not None:
+        q_own = tl.load(q_gain + d, mask=d < D, other=0.0).to(tl.float32)
+        k_own = tl.load(k_gain + d, mask=d < D, other=0.0).to(tl.float32)
+        q_other = tl.load(q_gain + partner, mask=d < 2 * HALF, other=0.0).to(tl.float32)
+        k_other = tl.load(k_gain + partner, mask=d < 2 * HALF, other=0.0).to(tl.float32)
     _await(CHAIN, DELAY)
 
-    if split < active:
-        qkv += b * ((HQ + 2 * HKV) * D)
-        if HALF > 0:
-            cos += slot * HALF
-            sin += slot * HALF
-        g = tl.arange(0, GROUP)
-        one = tl.arange(0, 1)
-        q = _heads(qkv, q_gain, cos, sin, kv * G + g, g < G, eps, D, WIDTH, HALF).to(dtype)
-        new_k = _heads(qkv, k_gain, cos, sin, HQ + kv + one, one == 0, eps, D, WIDTH, HALF).to(dtype)  # [1, WIDTH]
-        new_v = tl.load(qkv + (HQ + HKV + kv) * D + d, mask=d < D, other=0.0).to(dtype)
-        newest = split == 0  # this program has the step's own slot too
-        if newest:
-            tl.store(k_cache + cache + slot * D + d, new_k, mask=d < D)
-            tl.store(v_cache + cache + slot * D + d, new_v, mask=d < D)
-        score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * scale
-        top = tl.where(newest, score, float("-inf"))  # [GROUP], in powers of two
-        total = tl.where(newest, tl.full((GROUP,), 1.0, tl.float32), 0.0)
-        mixed = tl.where(newest, tl.zeros((GROUP, WIDTH), tl.float32) + new_v.to(tl.float32), 0.0)
+    g = tl.arange(0, GROUP)
+    one = tl.arange(0, 1)[:, None]
+    q = _heads(qkv + (kv * G + g)[:, None] * D, (g < G)[:, None], q_own, q_other, cosine, sine, eps, D, WIDTH, HALF).to(
+        dtype
+    )
+    new_k = _heads(qkv + (HQ + kv + one) * D, one == 0, k_own, k_other, cosine, sine, eps, D, WIDTH, HALF).to(
+        dtype
+    )  # [1, WIDTH]
+    new_v = tl.load(qkv + (HQ + HKV + kv) * D + d, mask=d < D, other=0.0).to(dtype)
+    newest = split == 0  # this program has the step's own slot too
+    if newest:
+        tl.store(k_cache + cache + slot * D + d, new_k, mask=d < D)
+        tl.store(v_cache + cache + slot * D + d, new_v, mask=d < D)
+    score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * scale
+    top = tl.where(newest, score, float("-inf"))  # [GROUP], in powers of two
+    total = tl.where(newest, tl.full((GROUP,), 1.0, tl.float32), 0.0)
+    mixed = tl.where(newest, tl.zeros((GROUP, WIDTH), tl.float32) + new_v.to(tl.float32), 0.0)
+    if STAGES == 1:
         for block in range(start, end, BLOCK):
             at += BLOCK * D
             inside = (block + BLOCK + t < end)[:, None] & (d < D)
             next_k = tl.load(k_cache + at, mask=inside, other=0.0)
             next_v = tl.load(v_cache + at, mask=inside, other=0.0)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-            scores = tl.where((block + t < end)[None, :], scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            shrink = tl.exp2(top - higher)
-            weights = tl.exp2(scores - higher[:, None])
-            total = total * shrink + tl.sum(weights, 1)
-            mixed = tl.dot(weights.to(dtype), v, mixed * shrink[:, None], input_precision="ieee")
-            top, k, v = higher, next_k, next_v
+            top, total, mixed = _absorb(q, k, v, block + t < end, scale, top, total, mixed)
+            k, v = next_k, next_v
+    else:
+        for block in tl.range(start, end, BLOCK, num_stages=STAGES):
+            inside = (block + t < end)[:, None] & (d < D)
+            at = cache + (block + t)[:, None] * D + d
+            k = tl.load(k_cache + at, mask=inside, other=0.0)
+            v = tl.load(v_cache + at, mask=inside, other=0.0)
+            top, total, mixed = _absorb(q, k, v, block + t < end, scale, top, total, mixed)
 
-        to = (b * HQ + kv * G) * D  # of this group in out
-        if active == 1:
-            tl.store(out + to + g[:, None] * D + d, mixed / total[:, None], mask=(g < G)[:, None] & (d < D))
-        else:
-            part = pair * splits + split
-            tl.store(partial + part * (G * D) + g[:, None] * D + d, mixed, mask=(g < G)[:, None] & (d < D))
-            tl.store(stats + part * (2 * G) + g, top, mask=g < G)
-            tl.store(stats + part * (2 * G) + G + g, total, mask=g < G)
-            tl.debug_barrier()  # all threads' stores come before the count
-            if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == active - 1:  # the last to arrive combines, in order
-                tl.store(arrivals + pair, 0)
-                _combine(out + to, partial, stats, pair * splits, active, G, D, WIDTH, SPLITS_PADDED)
+    to = kv * (G * D)  # of this group in out
+    if active == 1:
+        tl.store(out + to + g[:, None] * D + d, mixed / total[:, None], mask=(g < G)[:, None] & (d < D))
+    else:
+        part = kv * splits + split
+        tl.store(partial + part * (G * D) + g[:, None] * D + d, mixed, mask=(g < G)[:, None] & (d < D))
+        tl.store(stats + part * (2 * G) + g, top, mask=g < G)
+        tl.store(stats + part * (2 * G) + G + g, total, mask=g < G)
+        tl.debug_barrier()  # all threads' stores come before the count
+        if tl.atomic_add(arrivals + kv, 1, sem="acq_rel") == active - 1:  # the last to arrive combines, in order
+            tl.store(arrivals + kv, 0)
+            _combine(out + to, partial, stats, kv * splits, active, G, D, WIDTH, SPLITS_PADDED)
 
 
-@triton.jit
+@jit
 def _combine(
     out, partial, stats, part, active, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr
 ):
@@ -512,32 +531,29 @@ def _combine(
 @torch.library.custom_op("nearroof::attend", mutates_args=("k_cache", "v_cache", "out", "partial", "stats", "arrivals"))
 def attend(
     qkv: Tensor, q_gain: Tensor | None, k_gain: Tensor | None, cos: Tensor | None, sin: Tensor | None, position: Tensor,
-    done: Tensor, k_cache: Tensor, v_cache: Tensor, ahead: Tensor | None, scale: float, eps: float, window: int,
-    capacity: int, out: Tensor, partial: Tensor, stats: Tensor, arrivals: Tensor,
+    done: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, eps: float, window: int, capacity: int, out: Tensor,
+    partial: Tensor, stats: Tensor, arrivals: Tensor,
 ) -> None:  # fmt: skip
-    """out [B, Hq * D] = attention of each row's query over its cache, [B, Hkv, S, D], up to its position.
+    """out [1, Hq * D] = attention of the row's query over its cache, [1, Hkv, S, D], up to its position.
 
-    qkv fp32 [B, (Hq + 2 Hkv) * D]; q and k are normalised (q_gain, k_gain [D]) and rotated (cos, sin fp32 [S, half]) first,
+    qkv fp32 [1, (Hq + 2 Hkv) * D]; q and k are normalised (q_gain, k_gain [D]) and rotated (cos, sin fp32 [S, half]) first,
     and k and v stored at the position, or at `capacity` where the row is done (whose output means nothing). `window` 0: none.
-    partial fp32 [B * Hkv, splits, G, D], stats fp32 [B * Hkv, splits, 2, G] are room; arrivals int32 [B * Hkv] is zero
-    before and after. `ahead`: weights that are read next."""
+    partial fp32 [Hkv, splits, G, D], stats fp32 [Hkv, splits, 2, G] are room; arrivals int32 [Hkv] is zero before and
+    after."""
     if not _runs_kernel(qkv):
         return attend_reference(
             qkv, q_gain, k_gain, cos, sin, position, done, k_cache, v_cache, scale, eps, window, capacity, out
         )
-    batch, kv_heads, slots, dim = k_cache.shape
+    _, kv_heads, slots, dim = k_cache.shape
     heads = out.shape[1] // dim
-    plan = spread(batch * kv_heads, slots)
+    plan = spread(kv_heads, dim, slots)
     splits = partial.shape[1]
-    programs = batch * kv_heads * splits
-    held = 0 if ahead is None else ahead.numel() * ahead.element_size()
     _launch(
-        _attend_kernel, programs, qkv, q_gain, k_gain, cos, sin, position, done, k_cache, v_cache, out, partial, stats,
-        arrivals, ahead, scale * 1.4426950408889634, eps, capacity, splits, plan.least,
-        min(plan.ahead, held) // programs // 16 * 16, WINDOW=window, PAIRS=batch * kv_heads, HQ=heads, HKV=kv_heads,
-        D=dim, WIDTH=max(16, power_of_two(dim)), HALF=0 if cos is None else cos.shape[1],
+        _attend_kernel, kv_heads * splits, qkv, q_gain, k_gain, cos, sin, position, done, k_cache, v_cache, out, partial,
+        stats, arrivals, scale * 1.4426950408889634, eps, capacity, splits, plan.least, plan.piece, WINDOW=window, HQ=heads,
+        HKV=kv_heads, D=dim, WIDTH=max(16, power_of_two(dim)), HALF=0 if cos is None else cos.shape[1],
         GROUP=max(16, power_of_two(heads // kv_heads)), SLOTS=slots, SPLITS_PADDED=power_of_two(splits),
-        BLOCK=plan.block, LANES=32 * plan.warps, num_warps=plan.warps,
+        BLOCK=plan.block, STAGES=plan.stages, LANES=32 * plan.warps, num_warps=plan.warps,
     )  # fmt: skip
     return None
 
@@ -573,14 +589,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # --- Choice of the next token, and the end of the step.
 
 
-@triton.jit
-def _sortable(x):
-    """fp32 -> int32 that sorts as the floats do."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
+@jit
 def _finalize(h):
     h ^= h >> 16
     h *= 0x85EBCA6B
@@ -589,7 +598,7 @@ def _finalize(h):
     return h ^ (h >> 16)
 
 
-@triton.jit
+@jit
 def _gumbel(seed, position, token_ids):
     """The noise of `sampling.gumbel`, in uint32, whose shifts are logical."""
     GOLDEN: tl.constexpr = 0x9E3779B9
@@ -601,69 +610,83 @@ def _gumbel(seed, position, token_ids):
     return -tl.log(-tl.log(uniform))
 
 
-@triton.jit
-def _listed(
-    entry, count, listed, logits, top, temperature, UNIT: tl.constexpr, V: tl.constexpr
-):  # fmt: skip
-    """Tokens of the listed blocks: ids [entries, UNIT], scaled logits (-inf where there is none)."""
-    block = tl.load(listed + entry, mask=entry < count, other=V)
+@jit
+def _listed(i, blocks, listed, logits, top, heat, UNIT: tl.constexpr, ENTRIES: tl.constexpr, V: tl.constexpr):
+    """Tokens of the listed blocks from the i-th on: ids, scaled logits [ENTRIES, UNIT], -inf where there is none."""
+    entry = i + tl.arange(0, ENTRIES)
+    block = tl.load(listed + entry, mask=entry < blocks, other=V)
     ids = block[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
     logit = tl.load(logits + ids, mask=ids < V, other=float("-inf"))
-    return ids, tl.div_rn(logit - top, temperature)
+    return ids, tl.div_rn(logit - top, heat)
 
 
-@triton.jit
+@jit
 def _select_kernel(
-    logits, maxima, listed, temperature, top_k, min_p, seed, token, position, done, limit, ring, count, eos, seen, arrivals,
-    GREEDY: tl.constexpr, B: tl.constexpr, V: tl.constexpr, M: tl.constexpr, M_PADDED: tl.constexpr, UNIT: tl.constexpr,
-    ENTRIES: tl.constexpr, RING: tl.constexpr, EOS: tl.constexpr, CHAIN: tl.constexpr, DELAY: tl.constexpr,
+    logits, maxima, listed, temperature, top_k, min_p, seed, token, position, done, limit, ring, count, eos, seen,
+    GREEDY: tl.constexpr, V: tl.constexpr, M: tl.constexpr, M_PADDED: tl.constexpr, UNIT: tl.constexpr,
+    ENTRIES: tl.constexpr, RING: tl.constexpr, EOS: tl.constexpr, INVALID: tl.constexpr, CHAIN: tl.constexpr, DELAY: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(0)
     block = tl.arange(0, M_PADDED)
-    entry = tl.arange(0, ENTRIES)
-    logits += b * V
-    listed += b * M
-    at = tl.load(position + b)
-    LEAST: tl.constexpr = -(1 << 31)
+    at, over, steps, end = tl.load(position), tl.load(done) != 0, tl.load(count), tl.load(limit)
+    before = tl.load(token)
+    ends = tl.load(eos + tl.arange(0, EOS))
+    if not GREEDY:
+        heat, least, key = tl.load(temperature), tl.log(tl.load(min_p)), tl.load(seed)
+        k = tl.minimum(tl.maximum(tl.load(top_k), 1), V).to(tl.int32)
+        cold = heat == 0
+        heat = tl.where(cold, 1.0, heat)
     _await(CHAIN, DELAY)
-    largest = tl.load(maxima + b * M + block, mask=block < M, other=float("-inf"))
+    largest = tl.load(maxima + block, mask=block < M, other=float("-inf"))
     top = tl.max(largest, 0)
+    possible = (top > float("-inf")) & (tl.max((largest != largest).to(tl.int32), 0) == 0)
     if GREEDY:
         best = tl.min(tl.where(largest == top, block, M - 1), 0) * UNIT + tl.arange(0, UNIT)
         found = tl.load(logits + best, mask=best < V, other=float("-inf")) == top
         chosen = tl.min(tl.where(found, best, V - 1), 0)
     else:
-        heat = tl.load(temperature + b)
-        cold = heat == 0
-        heat = tl.where(cold, 1.0, heat)
-        k = tl.minimum(tl.maximum(tl.load(top_k + b), 1), V).to(tl.int32)
-        # A bound that the k-th largest logit reaches: k blocks have a maximum that does. Any will do that leaves few blocks.
-        keys = tl.where(block < M, _sortable(tl.div_rn(largest - top, heat)), LEAST)
-        low, high, blocks = LEAST, 1, M
-        while (k < M) & (low + 1 < high) & (blocks > k + k // 4 + 16):
-            middle = (low >> 1) + (high >> 1) + (low & high & 1)
-            above = tl.sum((keys >= middle).to(tl.int32), 0)
-            enough = above >= k
-            low, blocks, high = tl.where(enough, middle, low), tl.where(enough, above, blocks), tl.where(enough, high, middle)
-        hit = (keys >= low) & (block < M)
+        possible &= top < float("inf")
+        # A bound that k logits reach: k blocks have a maximum that does. Any will do that leaves few blocks.
+        peaks = tl.where(block < M, tl.div_rn(largest - top, heat), float("-inf"))
+        finite = peaks > float("-inf")
+        blocks = tl.sum(finite.to(tl.int32), 0)
+        narrow = k < blocks
+        low = tl.where(narrow, tl.min(tl.where(finite, peaks, 0.0), 0), float("-inf"))
+        middle, high = 0.0, 1.0
+        while narrow & (blocks > k + k // 8 + 8) & (low < middle) & (middle < high) & (low < 0):
+            above = tl.sum((peaks >= middle).to(tl.int32), 0)
+            low, blocks, high = (
+                tl.where(above >= k, middle, low),
+                tl.where(above >= k, above, blocks),
+                tl.where(above >= k, high, middle),
+            )
+            middle = (low + high) * 0.5
+        hit = finite & (peaks >= low)
         tl.store(listed + tl.cumsum(hit.to(tl.int32), 0) - 1, block, mask=hit)
         tl.debug_barrier()
         # The threshold: the largest that k logits reach, or any that exactly k do.
-        high, reached = 1, V
-        while (k < V) & (low + 1 < high) & (reached != k):
-            middle = (low >> 1) + (high >> 1) + (low & high & 1)
-            above = 0
-            for i in range(0, blocks, ENTRIES):
-                ids, scaled = _listed(i + entry, blocks, listed, logits, top, heat, UNIT, V)
-                above += tl.sum((_sortable(scaled) >= middle).to(tl.int32))
-            enough = above >= k
-            low, reached, high = tl.where(enough, middle, low), tl.where(enough, above, reached), tl.where(enough, high, middle)
-        least = tl.log(tl.load(min_p + b))
+        _, nearest = _listed(0, blocks, listed, logits, top, heat, UNIT, ENTRIES, V)  # all there are, most often
+        if (k >= blocks) & (k < V):
+            low = tl.min(tl.where(nearest > float("-inf"), nearest, 0.0))
+            for i in range(ENTRIES, blocks, ENTRIES):
+                _, scaled = _listed(i, blocks, listed, logits, top, heat, UNIT, ENTRIES, V)
+                low = tl.minimum(low, tl.min(tl.where(scaled > float("-inf"), scaled, 0.0)))
+        middle, high, reached = 0.0, 1.0, V
+        while (k < V) & (reached != k) & (low < middle) & (middle < high) & (low < 0):
+            above = tl.sum((nearest >= middle).to(tl.int32))
+            for i in range(ENTRIES, blocks, ENTRIES):
+                _, scaled = _listed(i, blocks, listed, logits, top, heat, UNIT, ENTRIES, V)
+                above += tl.sum((scaled >= middle).to(tl.int32))
+            low, reached, high = (
+                tl.where(above >= k, middle, low),
+                tl.where(above >= k, above, reached),
+                tl.where(above >= k, high, middle),
+            )
+            middle = (low + high) * 0.5
         chosen, best_score = 0, float("-inf")
         for i in range(0, blocks, ENTRIES):
-            ids, scaled = _listed(i + entry, blocks, listed, logits, top, heat, UNIT, V)
-            score = tl.where(cold, scaled, scaled + _gumbel(tl.load(seed + b), at + 1, ids))
-            kept = (_sortable(scaled) >= low) & (scaled >= least) & (ids < V)
+            ids, scaled = _listed(i, blocks, listed, logits, top, heat, UNIT, ENTRIES, V)
+            score = tl.where(cold, scaled, scaled + _gumbel(key, at + 1, ids))
+            kept = (scaled >= low) & (scaled >= least) & (ids < V)
             score = tl.where(kept, score, float("-inf"))
             best = tl.max(score)
             of_best = tl.min(tl.where(kept & (score == best), ids, V - 1))
@@ -671,46 +694,39 @@ def _select_kernel(
             chosen, best_score = tl.where(better, of_best, chosen), tl.where(better, best, best_score)
 
     # As `DecodeState.advance`.
-    over = tl.load(done + b) != 0
-    steps = tl.load(count)
-    tl.store(ring + (steps % RING) * B + b, tl.where(over, -1, chosen))
-    tl.store(seen + b.to(tl.int64) * V + chosen, 1)
+    tl.store(ring + steps % RING, tl.where(over, -1, tl.where(possible, chosen, INVALID)))
+    chosen = tl.where(possible, chosen, 0)
+    tl.store(seen + chosen, 1)
     following = at + tl.where(over, 0, 1)
-    ends = tl.max((tl.load(eos + tl.arange(0, EOS)) == chosen).to(tl.int32), 0) > 0
-    tl.store(token + b, tl.where(over, tl.load(token + b), chosen))
-    tl.store(position + b, following)
-    tl.store(done + b, over | ends | (following >= tl.load(limit + b)))
-    if B == 1:
-        tl.store(count, steps + 1)
-    elif tl.atomic_add(arrivals, 1, sem="acq_rel") == B - 1:  # all rows have read the count
-        tl.store(arrivals, 0)
-        tl.store(count, steps + 1)
+    tl.store(token, tl.where(over, before, chosen))
+    tl.store(position, following)
+    tl.store(done, over | (tl.max((ends == chosen).to(tl.int32), 0) > 0) | (following >= end))
+    tl.store(count, steps + 1)
 
 
 @torch.library.custom_op(
-    "nearroof::select",
-    mutates_args=("listed", "token", "position", "done", "ring", "count", "seen", "arrivals"),
+    "nearroof::select", mutates_args=("listed", "token", "position", "done", "ring", "count", "seen")
 )
 def select(
     logits: Tensor, maxima: Tensor, greedy: bool, temperature: Tensor, top_k: Tensor, min_p: Tensor, seed: Tensor,
     limit: Tensor, eos: Tensor, token: Tensor, position: Tensor, done: Tensor, ring: Tensor, count: Tensor, seen: Tensor,
-    listed: Tensor, arrivals: Tensor,
+    listed: Tensor,
 ) -> None:  # fmt: skip
-    """Draw each row's next token ("greedy" or "top_k" of `sampling`) and advance, as `decoding.DecodeState` does.
+    """Draw the row's next token ("greedy" or "top_k" of `sampling`) and advance, as `decoding.DecodeState` does.
 
-    logits fp32 [B, V] with the maxima of their blocks, fp32 [B, M]; listed int32 [B, M] is room; arrivals int32 [1] is
-    zero before and after; the rest are the buffers of a DecodeState."""
+    logits fp32 [1, V] with the maxima of their blocks, fp32 [1, M]; listed int32 [1, M] is room; the rest are the buffers
+    of a DecodeState of one row."""
     if not _runs_kernel(logits):
         return select_reference(
             logits, greedy, temperature, top_k, min_p, seed, limit, eos, token, position, done, ring, count, seen
         )
-    (batch, vocab), blocks = logits.shape, maxima.shape[1]
+    vocab, blocks = logits.shape[1], maxima.shape[1]
     unit = block_size(vocab, blocks)
     padded = power_of_two(blocks)
     _launch(
-        _select_kernel, batch, logits, maxima, listed, temperature, top_k, min_p, seed, token, position, done, limit, ring,
-        count, eos, seen, arrivals, GREEDY=greedy, B=batch, V=vocab, M=blocks, M_PADDED=padded, UNIT=unit,
-        ENTRIES=max(1, 4096 // unit), RING=ring.shape[0], EOS=eos.shape[0], num_warps=min(32, max(4, padded // 512)),
+        _select_kernel, 1, logits, maxima, listed, temperature, top_k, min_p, seed, token, position, done, limit, ring,
+        count, eos, seen, GREEDY=greedy, V=vocab, M=blocks, M_PADDED=padded, UNIT=unit, ENTRIES=max(1, 4096 // unit),
+        RING=ring.shape[0], EOS=eos.shape[0], INVALID=INVALID, num_warps=min(32, max(4, padded // 512)),
     )  # fmt: skip
     return None
 
@@ -723,6 +739,7 @@ def select_reference(
     settings = Settings(temperature, top_k, off, min_p, off, seed)
     chosen = choose("greedy" if greedy else "top_k", logits, settings, position + 1, seen)
     ring[count % ring.shape[0]] = torch.where(done, -1, chosen)
+    chosen = chosen.clamp(min=0)
     seen.scatter_(1, chosen.unsqueeze(1), True)
     token.copy_(torch.where(done, token, chosen))
     position += ~done

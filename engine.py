@@ -8,9 +8,12 @@ waits
 for the device otherwise.
 """
 
+import inspect
 import math
+import os
 import random
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +25,14 @@ import torch
 from torch import Tensor, nn
 
 import fused
-from attention import FlexAttention, ReducedAttention
+from attention import CacheAttention, FlexAttention, ReducedAttention, SlicedAttention
 from decoding import EOS_CAPACITY, NO_TOKEN, RING, DecodeState, DecodeStep
-from model import Linear, Transformer
+from model import Linear, ModelConfig, Transformer, rotary_frequencies
 from profiling import CompilationFacts, GraphProof, GraphWatch
 from sampling import INVALID
 
 COMPILE_MODES = ("reduce-overhead", "default", "max-autotune", "max-autotune-no-cudagraphs")
+KERNELS = ("auto", "inductor", "triton")
 PREFILL_CHUNKS = (16, 128, 512, 2048)  # sizes of compiled prefill: each compiles once
 DEFAULT_CAPACITY = 4096
 
@@ -122,7 +126,8 @@ class Generator:
         self.model = model
         self.device = model.embed_tokens.weight.device
         self.batch = batch
-        self.capacity = max_seq_len or min(model.config.max_position_embeddings, DEFAULT_CAPACITY)
+        limit = most_positions(model.config)
+        self.capacity = min(limit, DEFAULT_CAPACITY) if max_seq_len is None else max_seq_len
         self.eos_token_ids = tuple(eos_token_ids)
         self._note = note
         self._allow_no_graphs = allow_no_graphs
@@ -131,11 +136,17 @@ class Generator:
         self.proof = GraphProof("none")
         if batch < 1 or self.capacity < 1:
             raise ValueError(f"batch and max-seq-len must be 1 or more, not {batch} and {self.capacity}")
+        if self.capacity > limit:
+            raise ValueError(f"max-seq-len {self.capacity}: the model knows {limit} positions")
         if compile_mode not in COMPILE_MODES:
             raise ValueError(f"unknown compile mode {compile_mode!r}: one of {', '.join(COMPILE_MODES)}")
+        if kernels not in KERNELS:
+            raise ValueError(f"unknown kernels {kernels!r}: one of {', '.join(KERNELS)}")
         if len(self.eos_token_ids) > EOS_CAPACITY:
             raise ValueError(f"{len(self.eos_token_ids)} EOS ids: at most {EOS_CAPACITY} are supported")
         compiled = self.device.type == "cuda" if compile is None else compile
+        if not compiled and (compile_prefill or kernels == "triton"):
+            raise ValueError("kernels triton and compile-prefill go with compile, which is off")
         with _pinned_modes():
             model.allocate(batch, self.capacity, rotary_length)
             self.state = DecodeState(batch, model.config.vocab_size, self.device)
@@ -149,16 +160,18 @@ class Generator:
         self._compiled_steps: dict[str, Callable[[str, Tensor | None], None]] = {}
         self._compiled_prefills: dict[int, Callable[[Tensor, Tensor, Tensor | None], None]] = {}
         self._compiles_prefill = compiled and compile_prefill
-        if compiled:
-            self._specialise_model()
-        self._watch = GraphWatch(self.device, expect_graphs=compiled and captures_graphs(compile_mode))
+        self._choose_forms(compiled)
+        self._captures = compiled and self.device.type == "cuda" and captures_graphs(compile_mode)
+        self._watch = GraphWatch(self.device, expect_graphs=self._captures)
         self._reader = _TokenReader(self.state, self.device)
         self._rotary_length = rotary_length
         self._cached: list[list[int]] = [[] for _ in range(batch)]  # ids whose keys and values each row holds
+        self._lock, self._process, self._thread = threading.Lock(), os.getpid(), threading.get_ident()
+        self._cache = model.layers[0].self_attn.cache.k  # tells whether the model's caches are still this Generator's
+        self._begun = 0  # generations so far; only the last may go on
+        self._closed = False
 
     def _choose_decoder(self, kernels: str) -> Decoder:
-        if kernels not in ("auto", "inductor", "triton"):
-            raise ValueError(f"unknown kernels {kernels!r}: auto, inductor or triton")
         if kernels == "inductor":
             return "compiled"
         reason = fused.unsupported(self.model, self.state, self.device)
@@ -170,15 +183,14 @@ class Generator:
             self._note(f"kernels: inductor, since triton's do not serve this: {reason}")
         return "compiled"
 
-    def _specialise_model(self) -> None:
-        """Swap in the forms that Inductor compiles well; the numbers stay the same up to rounding."""
-        if self.device.type == "cuda":
-            self.model.attention = FlexAttention()
-        elif self.device.type == "cpu":
-            self.model.attention = ReducedAttention()
+    def _choose_forms(self, compiled: bool) -> None:
+        """Swap in the forms that Inductor compiles well, or the plain ones, since another Generator may have had the
+        model before; the numbers stay the same up to rounding."""
+        forms: dict[str, type[CacheAttention]] = {"cuda": FlexAttention, "cpu": ReducedAttention} if compiled else {}
+        self.model.attention = forms.get(self.device.type, SlicedAttention)()
         for module in self.model.modules():
             if isinstance(module, Linear):
-                module.as_reduction = True
+                module.as_reduction = compiled
 
     # --- Prefill
 
@@ -187,13 +199,14 @@ class Generator:
         device."""
         with _pinned_modes():
             rows = None if self.batch == 1 else torch.tensor([row], device=self.device)
+            del self._cached[row][start:]  # first: an interruption must not leave ids that are overwritten
             done = 0
             while done < len(ids):
                 size = self._chunk(len(ids) - done)
                 chunk = list(ids[done : done + size])
                 self._prefill_chunk(chunk, size, start + done, rows)
+                self._cached[row] += chunk
                 done += len(chunk)
-        self._cached[row][start:] = ids
 
     def _chunk(self, remaining: int) -> int:
         if not self._compiles_prefill:
@@ -220,10 +233,11 @@ class Generator:
             def prefill(tokens: Tensor, positions: Tensor, rows: Tensor | None) -> None:
                 model(tokens, positions, rows)
 
-            self._compiled_prefills[size] = compiled = self._compile(prefill)
+            compiled = self._compile(prefill)
             scratch = torch.full((1, size), self.capacity, device=self.device)
             rows = None if self.batch == 1 else torch.zeros(1, dtype=torch.int64, device=self.device)
             self._warm(f"prefill of {size} tokens", lambda: compiled(torch.zeros_like(scratch), scratch, rows))
+            self._compiled_prefills[size] = compiled
         return self._compiled_prefills[size]
 
     # --- Decode steps
@@ -238,10 +252,11 @@ class Generator:
         def step(sampler: str, used: Tensor | None) -> None:
             module(sampler, None if used is None else used.shape[0])
 
-        self._compiled_steps[sampler] = compiled = self._compile(step)
+        compiled = self._compile(step)
         with _pinned_modes():
             self.state.done.fill_(True)  # finished rows write to the scratch slot alone
             self._warm(f"{self.decoder} decode step ({sampler})", lambda: compiled(sampler, self._slots_in_use(2)))
+        self._compiled_steps[sampler] = compiled
 
     def _slots_in_use(self, count: int) -> Tensor | None:
         """What tells a compiled step on CPU how far the caches are filled: a tensor of that size, since a compiler
@@ -328,7 +343,7 @@ class Generator:
         """Launch decode steps without reading a token; -> seconds, from an idle device to an idle device."""
         self.synchronize()
         with _pinned_modes(), hot_loop(self.decoder != "eager"):
-            self._watch.start()
+            self._begin_proof()
             began = time.perf_counter()
             for _ in range(steps):
                 self._launch()
@@ -337,11 +352,16 @@ class Generator:
             self._prove(steps)
         return took
 
+    def _begin_proof(self) -> None:
+        """Begin a watched segment of steps."""
+        compiled = self._compiled_steps.get(self._sampler)
+        self._watch.start(compiled and inspect.unwrap(compiled))
+
     def _prove(self, steps: int) -> None:
-        """End a watched segment, and refuse what did not run as promised."""
+        """End it, and refuse what did not run as promised."""
         self.proof = self._watch.stop(steps) if steps else GraphProof("none")
         if self.proof.failed and not self._allow_no_graphs:
-            raise RuntimeError(f"CUDA graphs did not run as promised: {'; '.join(self.proof.reasons)}")
+            raise RuntimeError(f"the compiled step did not run as promised: {'; '.join(self.proof.reasons)}")
 
     @property
     def graphs(self) -> str:
@@ -381,7 +401,18 @@ class Generator:
                 raise ValueError(f"the prompt has {len(prompt)} tokens, the context {self.capacity}")
             if not 0 <= min(prompt) <= max(prompt) < vocab:
                 raise ValueError(f"a prompt id lies outside the vocabulary of {vocab}")
-        params = params.with_seed()
+        with self._at_work():
+            return self._start(prompts, params.with_seed(), max_new_tokens, ignore_eos, reuse)
+
+    def _start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        max_new_tokens: int,
+        ignore_eos: bool,
+        reuse: bool,
+    ) -> "Run":
+        self._begun += 1
         self.warm_up(params)
         if self._compiles_prefill:
             for prompt in prompts:
@@ -389,7 +420,7 @@ class Generator:
         began = time.perf_counter()
         kepts = [_common_prefix(self._cached[row], prompt[:-1]) if reuse else 0 for row, prompt in enumerate(prompts)]
         if self.model.config.length_dependent_rotary and self._rotary_length is None and not any(kepts):
-            self.model.rope.fill(self.model.config, max(map(len, prompts)))
+            self._fill_rotary([len(prompt) for prompt in prompts])
         for row, (prompt, kept) in enumerate(zip(prompts, kepts, strict=True)):
             self.prefill(prompt[kept:-1], row, kept)
         self.begin([prompt[-1] for prompt in prompts], [len(prompt) - 1 for prompt in prompts], params)
@@ -403,6 +434,45 @@ class Generator:
                     self.state.seen[row, torch.tensor(prompt, device=self.device)] = True
         ends = frozenset(() if ignore_eos else self.eos_token_ids)
         return Run(self, prompts, params, limits, ends, began)
+
+    def _fill_rotary(self, lengths: list[int]) -> None:
+        """Choose the rotary frequencies that prompts of these lengths ask for."""
+        config = self.model.config
+        frequencies = [rotary_frequencies(config, length)[0] for length in lengths]
+        if any(not torch.equal(frequencies[0], other) for other in frequencies[1:]):
+            raise ValueError(
+                f"prompts of {min(lengths)} and of {max(lengths)} tokens need different rotary frequencies: "
+                "run them one by one, or set max-seq-len"
+            )
+        with _pinned_modes():
+            self.model.rope.fill(config, max(lengths))
+
+    @contextmanager
+    def _at_work(self, generation: int | None = None) -> Iterator[None]:
+        """One caller at a time, where this Generator can work: for a new generation, or for that one to go on."""
+        if self._closed:
+            raise RuntimeError("this Generator is closed")
+        if os.getpid() != self._process:
+            raise RuntimeError("this Generator was made before the process forked: make one in the new process")
+        if self._captures and threading.get_ident() != self._thread:
+            raise RuntimeError("CUDA graphs belong to a thread: use this Generator in the one that made it")
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("this Generator is at work in another thread")
+        try:
+            if self.model.layers[0].self_attn.cache.k is not self._cache:
+                raise RuntimeError("another Generator has been made of this model since")
+            if generation is not None and generation != self._begun:
+                raise RuntimeError("another generation has begun on this Generator since")
+            yield
+        finally:
+            self._lock.release()
+
+    def _forget(self) -> None:
+        """Clear the caches: a masked slot counts for nothing, but nothing times NaN is NaN."""
+        for block in self.model.blocks():
+            block.self_attn.cache.k.zero_()
+            block.self_attn.cache.v.zero_()
+        self._cached = [[] for _ in range(self.batch)]
 
     def _warm_prefills(self, length: int) -> None:
         while length > 0:
@@ -446,10 +516,11 @@ class Generator:
 
     def close(self) -> None:
         """Free weights, caches, compiled functions and graphs. The Generator is unusable afterwards."""
+        self._closed = True
         self._watch.close()
         self._compiled_steps.clear()
         self._compiled_prefills.clear()
-        for name in ("model", "state", "_step", "_reader"):
+        for name in ("model", "state", "_step", "_reader", "_cache"):
             vars(self).pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -463,8 +534,8 @@ class Generator:
 
 
 class Run:
-    """A generation under way. Iterating launches steps and yields, per step, the id of every row or None where the
-    row has ended; the EOS that ends a row is not yielded. `completions` fills up meanwhile."""
+    """A generation under way. Iterating, once, launches steps and yields, per step, the id of every row or None where
+    the row has ended; the EOS that ends a row is not yielded. `completions` fills up meanwhile."""
 
     def __init__(
         self,
@@ -477,7 +548,7 @@ class Run:
     ) -> None:
         assert params.seed is not None
         self.completions = [Completion(len(prompt), params.seed) for prompt in prompts]
-        self._generator, self._ends = generator, ends
+        self._generator, self._number, self._ends = generator, generator._begun, ends
         self._began = self._first = began
         self._budgets = [limit - len(prompt) + 1 for limit, prompt in zip(limits, prompts, strict=True)]
         self._inputs = [prompt[-1] for prompt in prompts]  # what the step whose token comes next has read
@@ -492,21 +563,26 @@ class Run:
         return any(completion.finish_reason is None for completion in self.completions)
 
     def __iter__(self) -> Iterator[list[int | None]]:
-        generator, reader = self._generator, self._generator._reader
+        generator = self._generator
         lag = 1 if generator.device.type == "cuda" else 0
         launched = read = 0
-        with hot_loop(generator.decoder != "eager"):
-            generator._watch.start()
-            while self.running:
+        with generator._at_work(self._number):
+            generator._begin_proof()
+        while self.running:
+            with generator._at_work(self._number):
                 while launched <= read + lag and launched < max(self._budgets):
                     generator.step()
-                    reader.launched(launched)
+                    generator._reader.launched(launched)
                     launched += 1
-                ids = reader.read(read)
+                ids = generator._reader.read(read)
                 read += 1
-                yield self._accept(ids, read, time.perf_counter())
+                accepted = self._accept(ids, read, time.perf_counter())
+            with generator._watch.aside():
+                yield accepted
+        with generator._at_work(self._number):
             generator.synchronize()
             generator._prove(launched)
+            generator._begun += 1  # this one is over
 
     def _accept(self, ids: list[int], steps: int, now: float) -> list[int | None]:
         """Take in the ids of one step, the `steps`-th to be read."""
@@ -516,6 +592,7 @@ class Run:
             if completion.finish_reason is not None:
                 continue
             if ids[row] == INVALID:
+                self._generator._forget()
                 raise RuntimeError(
                     f"the logits of row {row} are not numbers after {completion.new_tokens} new tokens: "
                     f"an overflow of {self._generator.model.embed_tokens.weight.dtype}? (try --dtype bf16 or fp32)"
@@ -565,6 +642,12 @@ class _TokenReader:
             return self._state.ring[slot].tolist()
         self._copied[slot].synchronize()
         return self._pinned[slot].tolist()
+
+
+def most_positions(config: ModelConfig) -> int:
+    """How many positions the model knows, as far as its rotary type stretches them."""
+    stretches = config.rotary.rope_type in ("linear", "dynamic", "yarn")
+    return math.floor(config.max_position_embeddings * (max(config.rotary.factor, 1.0) if stretches else 1.0))
 
 
 def captures_graphs(compile_mode: str) -> bool:

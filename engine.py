@@ -145,8 +145,6 @@ class Generator:
         if len(self.eos_token_ids) > EOS_CAPACITY:
             raise ValueError(f"{len(self.eos_token_ids)} EOS ids: at most {EOS_CAPACITY} are supported")
         compiled = self.device.type == "cuda" if compile is None else compile
-        if not compiled and (compile_prefill or kernels == "triton"):
-            raise ValueError("kernels triton and compile-prefill go with compile, which is off")
         with _pinned_modes():
             model.allocate(batch, self.capacity, rotary_length)
             self.state = DecodeState(batch, model.config.vocab_size, self.device)

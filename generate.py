@@ -13,6 +13,7 @@ makes text of them, the command line prints it.
 import argparse
 import json
 import random
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 import quantize
 import torch
 
+import tracing
 from checkpoint import Checkpoint, check_targets, load_weights, open_checkpoint
 from engine import COMPILE_MODES, DEFAULT_SAMPLING, Completion, Generator, Run, SamplingParams
 from model import RANDOM_SHAPES, Transformer, build, cache_slots, randomize
@@ -356,11 +358,15 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     speed.add_argument(
         "--kernels", choices=("auto", "inductor", "triton"), default="auto", help="triton: this project's own"
     )
-    speed.add_argument("--compile-prefill", action=argparse.BooleanOptionalAction, default=False)
+    speed.add_argument(
+        "--compile-prefill", action=argparse.BooleanOptionalAction, help="compile prefill too (with --profile only)"
+    )
     speed.add_argument("--allow-no-graphs", action="store_true", help="go on when CUDA graphs were skipped")
 
     output = parser.add_argument_group("output")
-    output.add_argument("--profile", type=Path, metavar="DIR", help="trace eager and compiled decoding, and report")
+    output.add_argument(
+        "--profile", type=Path, metavar="DIR", help="then time and trace every path, eager and compiled, and report"
+    )
     output.add_argument("--profile-gzip", action="store_true", help="write the traces as .json.gz")
     output.add_argument("--nvtx", action="store_true", help="with --profile: mark the steps for Nsight Systems too")
     output.add_argument("--json", action="store_true", help="one JSON object a sample on stdout, and no other text")
@@ -382,14 +388,21 @@ def _check_arguments(options: argparse.Namespace) -> None:
     require(options.max_new_tokens >= 1, f"--max-new-tokens must be 1 or more, not {options.max_new_tokens}")
     require(options.num_samples >= 1, f"--num-samples must be 1 or more, not {options.num_samples}")
     require(options.max_seq_len is None or options.max_seq_len >= 1, "--max-seq-len must be 1 or more")
-    require(not (options.interactive and (options.json or options.num_samples > 1)),
-            "--interactive excludes --json and --num-samples")  # fmt: skip
+    require(not (options.interactive and (options.json or options.num_samples > 1 or options.profile)),
+            "--interactive excludes --json, --num-samples and --profile")  # fmt: skip
+    require(options.profile or not (options.profile_gzip or options.nvtx),
+            "--profile-gzip and --nvtx go with --profile")  # fmt: skip
+    require(not options.nvtx or torch.cuda.is_available(), "--nvtx needs an NVIDIA GPU")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. -> exit status: 0, 1 (the run failed), 2 (a user's mistake)."""
     try:
-        options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+        arguments = sys.argv[1:] if arguments is None else arguments
+        options = parse_arguments(arguments)
+        options.command = shlex.join(["python", "generate.py", *arguments])
+        if options.profile:
+            options.profile.mkdir(parents=True, exist_ok=True)  # before anything is computed
         params = SamplingParams(
             options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty, options.seed
         ).with_seed()
@@ -414,18 +427,48 @@ def _settings(options: argparse.Namespace, batch: int, capacity: int) -> dict[st
         "compile": options.compile,
         "kernels": options.kernels,
         "compile_mode": options.compile_mode,
-        "compile_prefill": options.compile_prefill,
+        "compile_prefill": bool(options.compile_prefill),
         "allow_no_graphs": options.allow_no_graphs,
         "rotary_length": options.max_seq_len,
     }
 
 
 def _capacity(options: argparse.Namespace, longest: int, limit: int) -> int:
-    """Positions to provide: as asked, or enough for the prompt and its new tokens."""
+    """Positions to provide: as asked, or enough for the prompt and its new tokens, and for a profile."""
     if options.max_seq_len is not None:
         return options.max_seq_len
     wanted = -(-(longest + options.max_new_tokens) // CAPACITY_STEP) * CAPACITY_STEP
-    return min(wanted, limit)
+    return min(max(wanted, tracing.CAPACITY) if options.profile else wanted, limit)
+
+
+def _own(model: Transformer, options: argparse.Namespace) -> Transformer:
+    """The model for a Generator to change: with --profile a second tree of modules, as the first is needed after it."""
+    return tracing.sharing_weights(model) if options.profile else model
+
+
+def _profile(
+    options: argparse.Namespace,
+    model: Transformer,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    settings: dict[str, Any],
+    name: str,
+    quantization: str,
+) -> int:
+    """Where asked for: every path timed, traced and reported. -> exit status."""
+    if not options.profile:
+        return 0
+    verified = tracing.profile(
+        model,
+        prompt,
+        options.profile,
+        params=params,
+        settings=settings | {"compile_prefill": options.compile_prefill is not False},
+        facts={"model": name, "quantization": quantization, "command": options.command},
+        compress=options.profile_gzip,
+        nvtx=options.nvtx,
+    )
+    return 0 if verified else 1
 
 
 def _run_random(options: argparse.Namespace, params: SamplingParams) -> int:
@@ -439,7 +482,8 @@ def _run_random(options: argparse.Namespace, params: SamplingParams) -> int:
     vocab = model.config.vocab_size
     prompt = [random.Random(params.seed).randrange(vocab) for _ in range(RANDOM_PROMPT_TOKENS)]
     capacity = _capacity(options, len(prompt), model.config.max_position_embeddings)
-    with Generator(model, **_settings(options, 1, capacity)) as generator:
+    settings = _settings(options, 1, capacity)
+    with Generator(_own(model, options), **settings) as generator:
         for sample in range(options.num_samples):
             (completion,) = generator.generate_ids(
                 [prompt],
@@ -448,7 +492,7 @@ def _run_random(options: argparse.Namespace, params: SamplingParams) -> int:
                 ignore_eos=options.ignore_eos,
             )
             _report(options, generator, TextCompletion(completion, " ".join(map(str, completion.tokens))))
-        return 0
+    return _profile(options, model, prompt, params, settings, options.random, options.quantize or "none")
 
 
 def _run_checkpoint(options: argparse.Namespace, params: SamplingParams) -> int:
@@ -469,15 +513,18 @@ def _run_checkpoint(options: argparse.Namespace, params: SamplingParams) -> int:
     loaded = load_model(
         directory, device=options.device, dtype=options.dtype, batch=max(len(prompts), 1), max_seq_len=capacity
     )
-    llm = TextGenerator(loaded, **_settings(options, max(len(prompts), 1), capacity))
+    settings = _settings(options, max(len(prompts), 1), capacity)
+    llm = TextGenerator(loaded._replace(model=_own(loaded.model, options)), **settings)
     try:
         if options.interactive:
             return _converse(options, llm, params)
         for sample in range(options.num_samples):
             _print_batch(options, llm, prompts, _nth(params, sample))
-        return 0
     finally:
         llm.close()
+    record = loaded.checkpoint.quantization
+    precision = "none" if record is None else quantize.label(record)
+    return _profile(options, loaded.model, prompts[0], params, settings, directory.resolve().name, precision)
 
 
 def _nth(params: SamplingParams, sample: int) -> SamplingParams:

@@ -74,6 +74,7 @@ class SameWork(TypedDict):
 class WarmUp(TypedDict, total=False):
     compile_s: float  # the first call: trace, compile, run
     record_s: float  # the calls after it until replays are steady (recording included)
+    prefill_s: float  # all of that for prefill
 
 
 class RunFacts(TypedDict, total=False):
@@ -91,6 +92,8 @@ class RunFacts(TypedDict, total=False):
     device: str  # cpu, cuda, mps
     device_name: str
     driver: str
+    sm_clock_mhz: float  # while decode steps run
+    power_limit_w: float
     torch: str
     triton: str
     cuda: str
@@ -99,6 +102,7 @@ class RunFacts(TypedDict, total=False):
     date: str
     compile_mode: str
     settings: dict[str, Any]  # of the compiler, where they differ from its defaults
+    sampling: dict[str, Any]
     read_bandwidth_bytes_per_s: float  # measured on this device in this run
     graphs: dict[str, Any]  # dataclasses.asdict(GraphProof) of an unprofiled segment of decode steps
     compilation: CompilationFacts
@@ -337,7 +341,7 @@ def capture(path: Path, steps: Sequence[Step], facts: RunFacts, device: torch.de
 
     A step without `prepare` follows the one before without a pause, as in generation; a step with it begins a new
     `ProfilerStep#`. nvtx marks the same ranges for Nsight Systems. Nothing may be timed in this process afterwards: the
-    profiler leaves it 10 to 20 % slower.
+    profiler leaves it 10 to 20 % slower. Raises OSError, and leaves no file, where the trace cannot be written.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -346,7 +350,7 @@ def capture(path: Path, steps: Sequence[Step], facts: RunFacts, device: torch.de
     profiler = torch.profiler.profile(
         activities=activities,
         schedule=torch.profiler.schedule(wait=1, warmup=1, active=sections, repeat=1),
-        on_trace_ready=lambda finished: finished.export_chrome_trace(str(path)),
+        on_trace_ready=lambda finished: _export(finished, path),
     )
     with profiler:
         for _round in ("wait", "warm-up"):
@@ -365,6 +369,18 @@ def capture(path: Path, steps: Sequence[Step], facts: RunFacts, device: torch.de
                 step.run()
         _synchronize(device)  # before the profiler stops: the last kernels belong to the trace
         profiler.step()
+
+
+def _export(profiler: torch.profiler.profile, path: Path) -> None:
+    path.unlink(missing_ok=True)
+    try:
+        profiler.export_chrome_trace(str(path))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise OSError(f"{path}: {error.strerror or error}") from error
+    if not path.exists():  # libkineto logs a failure to write and goes on
+        path.with_name(f"{path.name}.tmp").unlink(missing_ok=True)
+        raise OSError(f"{path}: the trace could not be written (is the disk full?)")
 
 
 def _prepare(step: Step, device: torch.device) -> None:

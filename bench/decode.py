@@ -137,11 +137,14 @@ def compile_times(options: argparse.Namespace, quantization: str, decoder: str, 
         "batch": batch,
         "compile-mode": options.compile_mode,
         "settings": options.settings,
-        "max-seq-len": workload.capacity(options, _room(options)),
+        "max-seq-len": options.max_seq_len,
+        "positions": _room(options) - 1,
+        "new-tokens": 1,
         "temperature": options.temperature,
         "top-k": options.top_k,
     }
-    command = [*source, *(f"--{name}={value}" for name, value in chosen.items()), "--compile-only"]
+    given = (f"--{name}={value}" for name, value in chosen.items() if value is not None)
+    command = [*source, *given, "--compile-only"]
     cold = _child(command)
     warm = _child([*command, "--trace"])
     return {"compile_cold_s": cold["compile_s"], "compile_warm_s": warm.pop("compile_s"), **warm}
@@ -160,7 +163,7 @@ def compile_only(options: argparse.Namespace) -> dict[str, Any]:
     """The child's part."""
     subject = workload.load(options, options.quantize[0])
     (decoder,), (batch,), params = options.decoders, options.batch, workload.sampling(options)
-    with workload.generator(subject, decoder, options, positions=options.max_seq_len, batch=batch) as generator:
+    with workload.generator(subject, decoder, options, positions=_room(options), batch=batch) as generator:
         generator.warm_up(params)
         seen = {"compile_s": generator.compile_s}
         if options.trace and generator.device.type == "cuda":
@@ -194,27 +197,32 @@ def traced_steps(generator: Generator, params: SamplingParams) -> dict[str, int]
 
 def _room(options: argparse.Namespace) -> int:
     """Positions that the longest case needs."""
-    return max(case.position + 1 + case.new_tokens for case in cases(options))
+    return max(case.position + case.new_tokens for case in cases(options))
 
 
 def measured(options: argparse.Namespace) -> Iterator[Row]:
-    """All rows that the options ask for, the ceiling announced before each."""
-    params, device = workload.sampling(options), choose_device(options.device)
+    """All rows that the options ask for; of two models, the first is gone before the second is built."""
     for quantization, decoder, batch in itertools.product(options.quantize, options.decoders, options.batch):
         with empty_caches() if options.compile_times else nullcontext():
-            compiles = options.compile_times and decoder != "eager"
-            seen = compile_times(options, quantization, decoder, batch) if compiles else {}
-            reading = read_bandwidth(device)
-            say(f"reading at {reading.median / 1e9:,.1f} GB/s ({reading.p10 / 1e9:,.1f} to {reading.p90 / 1e9:,.1f})")
-            machine.reset_peak_memory(device)
-            subject = workload.load(options, quantization)
-            with workload.generator(subject, decoder, options, positions=_room(options), batch=batch) as generator:
-                generator.warm_up(params)
-                for case in cases(options):
-                    step = generator.bytes_per_step(case.position + case.new_tokens // 2)
-                    say(f"limit {batch * reading.median / step:,.1f} tok/s: {step / 1e9:.3f} GB a step of {batch}")
-                    row = measure(generator, case, params, options.repetitions, reading.median)
-                    yield replace(row, **subject.fields, **seen)
+            yield from _measured(options, quantization, decoder, batch)
+
+
+def _measured(options: argparse.Namespace, quantization: str, decoder: str, batch: int) -> Iterator[Row]:
+    compiles, params = decoder != "eager", workload.sampling(options)
+    seen = compile_times(options, quantization, decoder, batch) if compiles and options.compile_times else {}
+    device = choose_device(options.device)
+    reading = read_bandwidth(device)
+    say(f"reading at {reading.median / 1e9:,.1f} GB/s ({reading.p10 / 1e9:,.1f} to {reading.p90 / 1e9:,.1f})")
+    machine.reset_peak_memory(device)
+    subject = workload.load(options, quantization)
+    settings = {"batch": batch, "compile_prefill": compiles and options.compile_prefill}
+    with workload.generator(subject, decoder, options, positions=_room(options), **settings) as generator:
+        generator.warm_up(params)
+        for case in cases(options):
+            step = generator.bytes_per_step(case.position + case.new_tokens // 2)
+            say(f"limit {batch * reading.median / step:,.1f} tok/s: {step / 1e9:.3f} GB a step of {batch}")
+            row = measure(generator, case, params, options.repetitions, reading.median)
+            yield replace(row, **subject.fields, **seen)
 
 
 def main() -> None:
@@ -227,6 +235,7 @@ def main() -> None:
     group.add_argument("--prompt-tokens", type=workload.listed(int), default=[5], metavar="N,...", help="random ids")
     group.add_argument("--new-tokens", type=workload.listed(int), default=[200], metavar="N,...")
     group.add_argument("--positions", type=workload.listed(int), metavar="N,...", help="start here; no prompt")
+    group.add_argument("--compile-prefill", action="store_true", help="also prefill: the time to the first token")
     group.add_argument("--repetitions", type=int, default=7)
     group.add_argument("--compile-times", action="store_true", help="also cold and warm, in fresh processes")
     group.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)

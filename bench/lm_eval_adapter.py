@@ -30,6 +30,7 @@ NEW_TOKENS = 256  # where a task does not say
 class NearroofLM(TemplateLM):
     def __init__(self, loaded: Loaded, max_length: int) -> None:
         super().__init__()
+        max_length = min(max_length, loaded.model.config.max_position_embeddings)
         self._llm = TextGenerator(loaded, compile=False, max_seq_len=max_length)
         self._tokenizer = loaded.tokenizer
         self._score = one_pass(loaded.model)

@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
+import fused
 from bench import rows, workload
 from bench.rows import Row
 from bench.workload import Subject
-from engine import Generator, SamplingParams
+from decoding import DecodeState
+from engine import Generator, SamplingParams, inductor_options
 from generate import choose_device
 from model import Transformer
 
@@ -82,17 +84,40 @@ def one_pass(model: Transformer) -> Scorer:
     return score
 
 
-def step_by_step(generator: Generator) -> Scorer:
-    """Scores a window by decode steps that are each given the text's own token."""
-    greedy = SamplingParams(temperature=0)
-    generator.warm_up(greedy)
+class _ScoringStep(nn.Module):
+    """The plain decode step up to its logits, which stay in a buffer as the fused step's do."""
 
+    logits: Tensor
+
+    def __init__(self, model: Transformer, state: DecodeState) -> None:
+        super().__init__()
+        self.model, self.state = model, state
+        shape, device = (1, model.config.vocab_size), state.token.device
+        self.register_buffer("logits", torch.zeros(shape, device=device), persistent=False)
+
+    def forward(self, sampler: str, kv_length: int | None = None) -> None:
+        positions = self.state.position.unsqueeze(1)
+        hidden = self.model(self.state.token.unsqueeze(1), positions, None, kv_length)
+        self.logits.copy_(self.model.logits(hidden[:, 0]))
+
+
+def step_by_step(generator: Generator) -> Scorer:
+    """Scores a window by steps of the generator's decoder, each given the text's own token."""
+    model, state, compiles = generator.model, generator.state, generator.compile_mode is not None
+    step = fused.FusedStep(model, state) if generator.decoder == "fused" else _ScoringStep(model, state)
+    run: Callable[..., None] = step
+    if generator.compile_mode is not None:
+        options = inductor_options(generator.device, generator.compile_mode)
+        run = torch.compile(step, fullgraph=True, dynamic=False, options=options)
+    greedy = SamplingParams(temperature=0)
+
+    @torch.no_grad()
     def score(ids: Sequence[int]) -> Tensor:
         logits = []
         for position, token in enumerate(ids):
             generator.begin([token], [position], greedy)
-            generator.step()
-            logits.append(generator.state.logits[0].clone())
+            run("greedy", None if compiles else position + 1)
+            logits.append(step.logits[0].clone())
         return torch.stack(logits)
 
     return score

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import quantize
 import torch
 
-import quantize
 from bench import rows
 from engine import COMPILE_MODES, DEFAULT_SAMPLING, Generator, SamplingParams
 from generate import CAPACITY_STEP, load_model, random_model
@@ -123,11 +123,11 @@ def parse_quantization(text: str) -> tuple[str | None, int | None]:
     return (None, None) if text == "none" else (mode, int(group) if group else None)
 
 
-def capacity(options: argparse.Namespace, positions: int) -> int:
-    """--max-seq-len, or room for so many positions. Raises ValueError where they do not fit."""
-    chosen = options.max_seq_len or -(-positions // CAPACITY_STEP) * CAPACITY_STEP
+def capacity(options: argparse.Namespace, positions: int, limit: int) -> int:
+    """--max-seq-len, or room for so many positions of a model that knows `limit`. Raises ValueError for too few."""
+    chosen = options.max_seq_len or min(-(-positions // CAPACITY_STEP) * CAPACITY_STEP, limit)
     if positions > chosen:
-        raise ValueError(f"--max-seq-len {chosen} is too short for {positions} positions")
+        raise ValueError(f"{chosen} positions are too few for this work: it needs {positions}")
     return chosen
 
 
@@ -140,7 +140,7 @@ def generator(
     return Generator(
         subject.model,
         batch=batch,
-        max_seq_len=capacity(options, positions),
+        max_seq_len=capacity(options, positions, subject.model.config.max_position_embeddings),
         compile_mode=options.compile_mode,
         note=rows.say,
         **DECODERS[decoder],

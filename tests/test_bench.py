@@ -301,7 +301,7 @@ def test_decode_starts_at_the_positions_asked_for(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--random", "tiny", "--max-seq-len", "100"], "--max-seq-len 100 is too short for 205 positions"),
+        (["--random", "tiny", "--max-seq-len", "100"], "100 positions are too few for this work: it needs 204"),
         (["--random", "tiny", "--decoders", "fastest"], "unknown decoder 'fastest'"),
         (["--random", "gpt-2"], "invalid choice: 'gpt-2'"),
         ([], "one of the arguments --checkpoint --random is required"),

@@ -447,7 +447,7 @@ def _attend_kernel(
         asked = BLOCK
     else:
         asked = 0
-    if CHAIN and ROW_BYTES % 16 == 0:
+    if CHAIN and LANES > 0 and ROW_BYTES % 16 == 0:
         rest = (end - start - asked) * ROW_BYTES
         _prefetch(k_cache + cache + (start + asked) * D, rest, piece, LANES)
         _prefetch(v_cache + cache + (start + asked) * D, rest, piece, LANES)
@@ -515,17 +515,22 @@ def _attend_kernel(
 def _combine(
     out, partial, stats, part, active, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr
 ):
-    s = tl.arange(0, SPLITS)
-    d = tl.arange(0, WIDTH)
-    for g in tl.static_range(G):
+    s = (part + tl.arange(0, SPLITS))[:, None]
+    d = tl.arange(0, WIDTH)[None, :]
+    real = s < part + active
+    for start in tl.static_range(0, G, 4):  # four heads at once: few round trips, and registers enough
+        g = start + tl.arange(0, 4)[None, :]
         # .cg: past the L1 cache, which may hold what an earlier layer left there
-        at = stats + (part + s) * (2 * G) + g
-        top = tl.load(at, mask=s < active, other=float("-inf"), cache_modifier=".cg")
-        total = tl.load(at + G, mask=s < active, other=0.0, cache_modifier=".cg")
-        at = partial + (part + s)[:, None] * (G * D) + g * D + d[None, :]
-        mixed = tl.load(at, mask=(s < active)[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg")
-        weight = tl.exp2(top - tl.max(top, 0))
-        tl.store(out + g * D + d, tl.sum(mixed * weight[:, None], 0) / tl.sum(total * weight, 0), mask=d < D)
+        at = stats + s * (2 * G) + g
+        top = tl.load(at, mask=real & (g < G), other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(at + G, mask=real & (g < G), other=0.0, cache_modifier=".cg")
+        at = partial + s[:, :, None] * (G * D) + g[:, :, None] * D + d[:, None, :]  # [SPLITS, 4, WIDTH]
+        inside = real[:, :, None] & (g < G)[:, :, None] & (d < D)[:, None, :]
+        mixed = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+        weight = tl.exp2(top - tl.maximum(tl.max(top, 0), -1e30)[None, :])
+        mixed = tl.sum(mixed * weight[:, :, None], 0) / tl.sum(total * weight, 0)[:, None]
+        h = start + tl.arange(0, 4)[:, None]
+        tl.store(out + h * D + d, mixed, mask=(h < G) & (d < D))
 
 
 @torch.library.custom_op("nearroof::attend", mutates_args=("k_cache", "v_cache", "out", "partial", "stats", "arrivals"))

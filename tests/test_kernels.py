@@ -124,7 +124,8 @@ class TestKernels:
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
         slots, splits = 128, 3
-        monkeypatch.setattr(kernels, "spread", lambda *shape: kernels.Spread(splits, least=32, block=16))
+        stages = 1 + group % 3
+        monkeypatch.setattr(kernels, "spread", lambda *shape: kernels.Spread(splits, least=32, block=16, stages=stages))
         for at in (0, 1, 31, 32, 33, 64, 90, 126):
             q_gain, k_gain = (normal(dim, dtype=dtype), normal(dim, dtype=dtype)) if norms else (None, None)
             angles = torch.rand(slots, half, device=DEVICE) * 6

@@ -6,6 +6,7 @@ of how anything is timed.
 
 import argparse
 import json
+import math
 import os
 import shlex
 import statistics
@@ -113,8 +114,11 @@ class Row:
     command: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """What is known, floats to six digits."""
+        """What is known, floats to six digits. Raises RuntimeError for a figure that is no number."""
         known = {name: value for name, value in asdict(self).items() if value is not None}
+        for name, value in known.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise RuntimeError(f"{name} came out as {value}")
         return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in known.items()}
 
     @classmethod

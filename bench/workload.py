@@ -61,6 +61,7 @@ def add_decode_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-k", type=int, default=DEFAULT_SAMPLING.top_k, help="0: off")
     group.add_argument("--compile-mode", choices=COMPILE_MODES, default=COMPILE_MODES[0])
     group.add_argument("--settings", choices=("ours", "plain"), default="ours", help="plain: Inductor's for the mode")
+    group.add_argument("--allow-no-graphs", action="store_true", help="measure also where CUDA graphs were skipped")
     group.add_argument("--max-seq-len", type=int, metavar="N", help="capacity of the caches (as needed, rounded up)")
 
 
@@ -142,6 +143,7 @@ def generator(
         batch=batch,
         max_seq_len=capacity(options, positions, subject.model.config.max_position_embeddings),
         compile_mode=options.compile_mode,
+        allow_no_graphs=options.allow_no_graphs,
         note=rows.say,
         **DECODERS[decoder],
         **settings,

@@ -53,6 +53,8 @@ def test_a_row_keeps_what_is_known_and_refuses_foreign_keys() -> None:
     assert Row.from_dict(record).as_dict() == record
     with pytest.raises(ValueError, match="unknown keys speed"):
         Row.from_dict({"speed": 1})
+    with pytest.raises(RuntimeError, match="perplexity came out as nan"):
+        Row(perplexity=math.nan).as_dict()
 
 
 def test_appending_replaces_the_same_measurement_and_keeps_the_others(tmp_path: Path) -> None:

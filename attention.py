@@ -65,8 +65,8 @@ class SlicedAttention:
 
 
 class ReducedAttention:
-    """One query a row, as products and sums over the whole cache: Inductor on CPU fuses these loops, and calls no
-    library. Costs in proportion to the capacity. Prefill goes the sliced way."""
+    """One query a row, as products and sums that Inductor on CPU fuses into loops; it calls no library. Costs in
+    proportion to `kv_length`, which may be symbolic. Prefill goes the sliced way."""
 
     def __init__(self) -> None:
         self.sliced = SlicedAttention()
@@ -74,16 +74,18 @@ class ReducedAttention:
     def plan(self, positions: Tensor, slots: int, window: int | None, kv_length: int | None) -> Any:
         if positions.shape[1] > 1:
             return self.sliced.plan(positions, slots, window, kv_length)
-        return visible(positions, torch.arange(slots, device=positions.device), window).unsqueeze(1)
+        length = slots if kv_length is None else kv_length
+        return length, visible(positions, torch.arange(length, device=positions.device), window).unsqueeze(1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float) -> Tensor:
         if q.shape[2] > 1:
             return self.sliced.attend(q, k, v, plan, scale)
+        length, mask = plan
+        k, v = k[:, :, :length].unsqueeze(2).float(), v[:, :, :length].unsqueeze(2).float()
         grouped = q.view(q.shape[0], k.shape[1], -1, 1, q.shape[3]).float() * scale  # [B, Hkv, G, 1, D]
-        scores = (grouped * k.unsqueeze(2).float()).sum(-1)  # [B, Hkv, G, S]
-        weights = torch.softmax(scores.masked_fill(~plan, float("-inf")), dim=-1)
-        mixed = (weights.unsqueeze(-1) * v.unsqueeze(2).float()).sum(-2)  # [B, Hkv, G, D]
-        return mixed.to(q.dtype).view(q.shape)
+        scores = (grouped * k).sum(-1)  # [B, Hkv, G, S]
+        weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
+        return (weights.unsqueeze(-1) * v).sum(-2).to(q.dtype).view(q.shape)
 
 
 class FlexAttention:

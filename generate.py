@@ -392,6 +392,8 @@ def _check_arguments(options: argparse.Namespace) -> None:
             "--interactive excludes --json, --num-samples and --profile")  # fmt: skip
     require(options.profile or not (options.profile_gzip or options.nvtx),
             "--profile-gzip and --nvtx go with --profile")  # fmt: skip
+    require(not options.profile or (options.max_seq_len or tracing.CAPACITY) >= tracing.LEAST_CAPACITY,
+            f"--profile needs a context of {tracing.LEAST_CAPACITY} positions at least")  # fmt: skip
     require(not options.nvtx or torch.cuda.is_available(), "--nvtx needs an NVIDIA GPU")
 
 

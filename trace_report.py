@@ -16,7 +16,7 @@ import json
 import re
 import sys
 import zlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -138,8 +138,12 @@ class Group:
         return self.unprofiled_us if self.unprofiled_us is not None else self.traced_us
 
     @property
+    def unit(self) -> str:
+        """Of `rate`: what a step of another program yields is not known."""
+        return "steps/s" if self.phase == "step" else "tok/s"
+
+    @property
     def rate(self) -> float:
-        """Tokens a second."""
         return 1e6 * self.tokens / self.wall_us if self.wall_us else 0.0
 
 
@@ -297,14 +301,18 @@ def _event(raw: Any) -> Event | None:
 
 
 def _find_steps(events: list[Event]) -> list[Step]:
-    """Our annotations; else the profiler's own steps; else everything is one step."""
+    """Our annotations; else the profiler's own steps; else each graph launch up to the next; else all is one step."""
     marks = [e for e in events if e.category == "user_annotation"]
     for pattern in (_ANNOTATION, _FOREIGN_STEP):
         if found := [(m, e) for e in marks if (m := pattern.fullmatch(e.name))]:
             phases = {"ProfilerStep": "step"}
             return [Step(e.name, phases.get(m[1], m[1]), int(m[2] or 0), e.start, e.end) for m, e in found]
     host = [e for e in events if e.category in _HOST] or events
-    return [Step("whole trace", "step", 0, host[0].start, max(e.end for e in host))]
+    starts = [e.start for e in host if is_graph(e)]
+    bounds = list(pairwise([*starts, max(e.end for e in host)]))
+    if len(bounds) < 2:
+        return [Step("whole trace", "step", 0, host[0].start, max(e.end for e in host))]
+    return [Step(f"replay {i}", "step", i, start, end) for i, (start, end) in enumerate(bounds)]
 
 
 def _main_thread(events: list[Event], steps: list[Step]) -> tuple[str, str]:
@@ -351,6 +359,9 @@ def _assign(trace: Trace, kernels: list[Kernel]) -> None:
             step.previous_end = max(k.end for k in before.kernels)
     for step in trace.steps:
         step.kernels.sort(key=lambda k: (k.start, k.end))
+        head = max((i for i, k in enumerate(step.kernels) if k.kind == "gemv"), default=len(step.kernels))
+        for kernel in step.kernels[head + 1 :] if trace.has_device and step.phase == "decode" else ():
+            kernel.kind = "sampling"  # what follows a token's last matrix product, the head, draws the next one
         covered = step.previous_end or float("-inf")
         stream_end: dict[str, float] = {}
         for kernel in step.kernels:
@@ -362,13 +373,15 @@ def _assign(trace: Trace, kernels: list[Kernel]) -> None:
 
 # ---- names -----------------------------------------------------------------------------------------------------------
 
-_KIND_PATTERNS = tuple(
+_KIND_PATTERNS = tuple(  # the first that is found in a kernel's name or its operator's
     (kind, re.compile(pattern))
     for kind, pattern in (
         ("copies", r"^mem(cpy|set)|direct_copy|catarray|fillfunctor|aten::(copy_|clone|_to_copy|to|fill_|zero_)$"),
         ("attention", r"attention|attn|flash|fmha|flex|sdpa"),
-        ("gemv", r"gem[mv]|(?<![a-z])(mm|addmm|bmm|linear)(?![a-z])|matmul|cutlass|nvjet|splitk|xmma|triton_tem|dot_k"),
-        ("sampling", r"argm(ax|in)|topk|sort|softmax|gumbel|sampl|cumsum|scan_|multinomial|exponential|radix"),
+        ("gemv", r"as_strided_mul_\w*sum|triton_tem"),  # a product with one row, as Inductor's reduction
+        ("sampling", r"argm(ax|in)|amax|topk|sort|softmax|gumbel|sampl|cumsum|scan_|multinomial|exponential|radix"),
+        ("sampling", r"fused_\w*(bitwise|shift__)"),
+        ("gemv", r"gem[mv]|(?<![a-z])(mm|addmm|bmm|linear)(?![a-z])|matmul|cutlass|nvjet|splitk|xmma|mul_\w*sum|dot_k"),
         ("norm", r"rsqrt|rms_?norm|layer_?norm|mean"),
         ("pointwise", r"elementwise|fused|pointwise|vectorized|unrolled|aten::"),
     )
@@ -503,10 +516,9 @@ def _group(trace: Trace, steps: list[Step]) -> Group:
 
 
 def issued(trace: Trace, step: Step) -> list[Event]:
-    """The host events that begin in a step, on any thread."""
-    first = bisect_right(trace.events, step.start, key=lambda e: e.start)
-    last = bisect_right(trace.events, step.end, key=lambda e: e.start)
-    return [e for e in trace.events[first:last] if e.category in _HOST]
+    """The host events that begin in a step, on any thread, without its own annotation."""
+    first, last = (bisect_left(trace.events, time, key=lambda e: e.start) for time in (step.start, step.end))
+    return [e for e in trace.events[first:last] if e.category in _HOST and e.name != step.name]
 
 
 def launches(trace: Trace, step: Step) -> list[Event]:
@@ -563,24 +575,24 @@ def left(trace: Trace, group: Group) -> list[tuple[str, float, float]]:
 
 def break_even(before: Trace, after: Trace) -> float | None:
     """Tokens after which the later path has earned back its warm-up; None if it never does or the times are unknown."""
-    name = shared_groups([before, after])[0]
-    costs = [sum(trace.facts.get("warm_up", {}).values()) for trace in (before, after)]
-    if name not in after.groups or not costs[1] or not before.groups[name].rate or not after.groups[name].rate:
+    warm_ups = [trace.facts.get("warm_up", {}) for trace in (before, after)]
+    costs = [facts.get("compile_s", 0.0) + facts.get("record_s", 0.0) for facts in warm_ups]
+    rates = [trace.groups[name].rate for name in shared_groups([before, after])[:1] for trace in (before, after)]
+    if not costs[1] or not all(rates) or not rates or rates[0] >= rates[1]:
         return None
-    saved = 1 / before.groups[name].rate - 1 / after.groups[name].rate
-    return max(0.0, (costs[1] - costs[0]) / saved) if saved > 0 else None
+    return max(0.0, (costs[1] - costs[0]) / (1 / rates[0] - 1 / rates[1]))
 
 
-def shared_groups(traces: Sequence[Trace]) -> list[str]:
-    """Names of the groups that every trace has (of the first one's, if they share none): decode first, prefill last."""
+def shared_groups(traces: Sequence[Trace], decode: bool = False) -> list[str]:
+    """Names of the groups that every trace has: prefill last; with `decode` only where there is nothing else."""
     names = [name for name in traces[0].groups if all(name in trace.groups for trace in traces)]
-    return sorted(names or traces[0].groups, key=lambda name: name == "prefill")
+    others = [name for name in names if name != "prefill"]
+    return others if decode and others else others + ["prefill"] * ("prefill" in names)
 
 
-def decode_groups(traces: Sequence[Trace]) -> list[str]:
-    """The shared groups that are not prefill; that too, if there is nothing else."""
-    names = [name for name in shared_groups(traces) if all(name in trace.groups for trace in traces)]
-    return [name for name in names if name != "prefill"] or names
+def main_group(traces: Sequence[Trace]) -> str:
+    """The group that verdict and picture are about."""
+    return (shared_groups(traces) or shared_groups(traces[:1]))[0]
 
 
 @dataclass
@@ -751,6 +763,8 @@ def _check_work(a: dict[str, Any] | None, b: dict[str, Any] | None) -> Check:
         return Check("same tokens", UNVERIFIED, "the files hold no choices to compare")
     if (a["weights"], a["inputs"], len(a["choices"])) != (b["weights"], b["inputs"], len(b["choices"])):
         return Check("same tokens", UNVERIFIED, "the paths were given other weights or other tokens")
+    if min([*a["choices"], *b["choices"]], default=0) < 0:
+        return Check("same tokens", UNVERIFIED, "some logits are not numbers")
     total, tolerance = len(a["choices"]), max(a["tolerance"], b["tolerance"])
     known = [work["margins"] for work in (a, b) if work["margins"]] or [[float("inf")] * total]
     pairs = zip(a["choices"], b["choices"], (min(m) for m in zip(*known, strict=True)), strict=True)
@@ -796,17 +810,17 @@ def analyse(paths: Sequence[Path]) -> Report:
     traces = [load(path) for path in paths]
     checks = [c for trace in traces for c in check_trace(trace)]
     checks += [c for a, b in pairwise(traces) for c in check_pair(a, b)]
-    last, names = traces[-1], shared_groups(traces)
+    last, names = traces[-1], shared_groups(traces) or shared_groups(traces[:1])
     sections = [
         _integrity(checks),
         _against_the_limit(traces),
         *(_side_by_side(traces, name) for name in names),
         *(_owners(trace) for trace in traces),
         _host_ledger(traces, names[0]),
-        *(_waterfall(a, b, name) for a, b in pairwise(traces) for name in decode_groups([a, b])),
-        *(_fusion(a, b, name) for a, b in pairwise(traces) for name in decode_groups([a, b])[:1]),
-        *(_roofline(last, last.groups[name]) for name in decode_groups([last]) if last.bandwidth),
-        *(_left(last, last.groups[name]) for name in decode_groups([last])),
+        *(_waterfall(a, b, name) for a, b in pairwise(traces) for name in shared_groups([a, b], decode=True)),
+        *(_fusion(a, b, name) for a, b in pairwise(traces) for name in shared_groups([a, b], decode=True)[:1]),
+        *(_roofline(last, last.groups[name]) for name in shared_groups([last], decode=True) if last.bandwidth),
+        *(_left(last, last.groups[name]) for name in shared_groups([last], decode=True)),
         _warm_up(traces),
         _compilation(traces),
     ]
@@ -822,21 +836,20 @@ def number(value: float | None) -> str:
 
 
 def _verdict(traces: list[Trace], checks: list[Check]) -> str:
-    name = shared_groups(traces)[0]
+    name = main_group(traces)
     shown = [trace for trace in traces if name in trace.groups]
     first, last = shown[0], shown[-1]
     group, before = last.groups[name], first.groups[name]
     what = " ".join(str(first.facts[key]) for key in ("model", "dtype") if key in first.facts) or "The traced program"
     device = first.device_name or ("the device" if first.has_device else "the host")
-    unit = "steps/s" if group.phase == "step" else "tok/s"
     timed = "" if group.unprofiled_us is not None else " under the profiler"
-    text = f"{what} on {device}: {name} runs at {number(group.rate)} {unit}{timed} ({last.label})"
+    text = f"{what} on {device}: {name} runs at {number(group.rate)} {group.unit}{timed} ({last.label})"
     if last is not first and before.rate:
         text += f", {group.rate / before.rate:.2f}x the {number(before.rate)} of {first.label}"
     if limit := last.limit(group):
-        text += f", {group.rate / limit:.0%} of the limit of {number(limit)} {unit}"
+        text += f", {group.rate / limit:.0%} of the limit of {number(limit)} {group.unit}"
     if rows := left(last, group):
-        text += f"; the largest part left is {rows[0][0]}, {us(rows[0][1])} us a step"
+        text += f"; the largest part {'left ' * bool(limit)}is {rows[0][0]}, {us(rows[0][1])} us a step"
     wrong = [c.name for c in checks if c.status == UNVERIFIED]
     return f"{text}. " + (f"UNVERIFIED: {', '.join(wrong)}." if wrong else "All that could be checked holds.")
 
@@ -854,9 +867,10 @@ def _against_the_limit(traces: list[Trace]) -> Section:
             times = [us(v) for v in (g.unprofiled_us, g.unprofiled_p90_us, g.unprofiled_p99_us, g.traced_us)]
             share = f"{g.rate / limit:.1%}" if limit else "-"
             rows.append([trace.label, g.name, number(g.rate), number(limit), share, *times])
-    measured = next((f"{t.bandwidth / 1e12:.3g} TB/s" for t in traces if t.bandwidth), "not in the files")
+    measured = next((f"{t.bandwidth / 1e9:,.0f} GB/s" for t in traces if t.bandwidth), "not in the files")
     text = f"The limit: a step's bytes moved once at the bandwidth measured on this device ({measured})."
-    header = ["path", "step", "tok/s", "limit", "share", "unprofiled us p50", "p90", "p99", "traced us"]
+    unit = traces[0].groups[main_group(traces)].unit
+    header = ["path", "step", unit, "limit", "share", "unprofiled us p50", "p90", "p99", "traced us"]
     return Section("Tokens a second against the limit", header, rows, text)
 
 
@@ -949,17 +963,19 @@ def _roofline(trace: Trace, group: Group) -> Section:
 
 def _left(trace: Trace, group: Group) -> Section:
     rows = [[part, us(t), f"+{number(gain)}"] for part, t, gain in left(trace, group) if t >= 0.05]
-    text = "What a step spends above its floor, and the tokens a second that it would gain without that part alone."
-    return Section(f"What is left: {trace.label}, {group.name}", ["part", "us a step", "tok/s"], rows, text)
+    text = "What a step spends above its floor, and the rate that it would gain without that part alone."
+    return Section(f"What is left: {trace.label}, {group.name}", ["part", "us a step", group.unit], rows, text)
 
 
 def _warm_up(traces: list[Trace]) -> Section:
     rows = []
     for trace in traces:
         if facts := trace.facts.get("warm_up"):
-            seconds = [f"{facts[key]:.2f}" if key in facts else "-" for key in ("compile_s", "record_s")]
-            rows.append([trace.label, *seconds, "-" if trace is traces[0] else number(break_even(traces[0], trace))])
-    return Section("Warm-up", ["path", "compile s", "record s", f"break-even tokens over {traces[0].label}"], rows)
+            seconds = [f"{facts[key]:.2f}" if key in facts else "-" for key in ("compile_s", "record_s", "prefill_s")]
+            rows.append([trace.label, *seconds, number(break_even(traces[0], trace))])
+    text = "Seconds until the decode step is steady, and until prefill is; tokens that earn back the former."
+    header = ["path", "compile s", "record s", "prefill s", f"break-even tokens over {traces[0].label}"]
+    return Section("Warm-up", header, rows, text)
 
 
 def _compilation(traces: list[Trace]) -> Section:
@@ -973,6 +989,7 @@ def _compilation(traces: list[Trace]) -> Section:
         skips = f"{facts['skips']}{': ' * bool(facts['skip_reasons'])}{'; '.join(facts['skip_reasons'])}"
         settings = ", ".join(f"{key}={value}" for key, value in trace.facts.get("settings", {}).items())
         values = {
+            "compiled": f"{facts['compilations']} graphs, {facts.get('cached', 0)} of them from the cache",
             "graphs captured": f"{counts.get('recordings', 0)} ({proof.get('status', 'no proof')})",
             "graphs skipped": "-" if proof.get("status") == "none" else skips,
             "graph breaks": "; ".join(f"{why} ({n})" for why, n in facts["graph_breaks"].items()) or "0",
@@ -1023,7 +1040,7 @@ def to_markdown(report: Report) -> str:
 
 def picture(report: Report) -> dict[str, Any]:
     """What the page draws: one step of each path, times from the start of its host call."""
-    name = shared_groups(report.traces)[0]
+    name = main_group(report.traces)
     paths = []
     for trace in report.traces:
         if name in trace.groups:
@@ -1079,7 +1096,7 @@ _STATUS_STYLES = {OK: "good", NONE: "none", UNVERIFIED: "bad"}
 
 def _html_budgets(report: Report) -> str:
     """A stacked bar for each path: where the wall time of a step goes, and the floor as a mark."""
-    name = shared_groups(report.traces)[0]
+    name = main_group(report.traces)
     shown = [(trace, trace.groups[name]) for trace in report.traces if name in trace.groups]
     longest = max(group.wall_us for _, group in shown) or 1.0
     lines = [f"<p>{html.escape(name)}: microseconds a step; the mark is the floor.</p>"]

@@ -204,3 +204,14 @@ def test_graphs_recorded_and_skipped_aside_are_no_fault(tree: SimpleNamespace, w
         tree.roots[0].append(Node(9))
     tree.first.run_graph()
     assert watch.stop(1).status == "verified"
+
+
+def test_a_trace_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(_: object, path: str) -> None:
+        Path(path).write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", half)
+    with pytest.raises(OSError, match=r"trace\.json\.gz: No space left on device"):
+        capture(tmp_path / "trace.json.gz", [Step("prefill", lambda: None)], {}, torch.device("cpu"))
+    assert not list(tmp_path.iterdir())

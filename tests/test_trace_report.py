@@ -39,14 +39,14 @@ EAGER_OPS = [  # operator, kernel, microseconds on the device
     ("aten::mean", "void at::native::reduce_kernel<512, MeanOps<float>>(float*)", 4.0),
     ("aten::rsqrt", "void at::native::vectorized_elementwise_kernel<rsqrt_kernel_cuda>(int)", 2.0),
     ("aten::mul", "void at::native::vectorized_elementwise_kernel<MulFunctor>(int)", 2.0),
-    ("aten::mm", "nvjet_tst_64x8_64x16_4x1_v_bz_TNT", 20.0),
     ("aten::_flash_attention_forward", "void pytorch_flash::flash_fwd_splitkv_kernel<Traits>(Params)", 8.0),
+    ("aten::mm", "nvjet_tst_64x8_64x16_4x1_v_bz_TNT", 20.0),
     ("aten::argmax", "void at::native::reduce_kernel<512, ArgMaxOps<float>>(float*)", 6.0),
 ]
 FUSED_KERNELS = [
     ("triton_red_fused_mean_mul_rsqrt_0", 3.0),
-    ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", 20.0),
     ("triton_tem_fused_flex_attention_1", 6.0),
+    ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", 20.0),
     ("triton_red_fused_argmax_2", 4.0),
 ]
 
@@ -133,6 +133,7 @@ def facts(decoder: str, us: float, **more: Any) -> dict[str, Any]:
 VERIFIED = {"graphs": {"status": "verified", "reasons": [], "counts": {"replays": 10, "steps": 10, "recordings": 1}}}
 COMPILATION = {
     "compilations": 1,
+    "cached": 0,
     "graph_breaks": {},
     "recompilations": [],
     "skips": 0,
@@ -276,6 +277,9 @@ BROKEN = {
         "same_work": {"weights": "v", "inputs": [1, 2], "choices": [3, 4], "margins": [1.0, 0.5], "tolerance": 0.1}
     },
     "no tokens": {"same_work": None},
+    "no numbers": {
+        "same_work": {"weights": "w", "inputs": [1, 2], "choices": [3, -2], "margins": [1.0, 0.5], "tolerance": 0.1}
+    },
     "model": {"model": "another"},
     "timing": {"steps": {}},
 }
@@ -290,6 +294,7 @@ BROKEN = {
         ("tokens", "eager and compiled: same tokens", "1 of 2 choices equal"),
         ("weights", "eager and compiled: same tokens", "other weights"),
         ("no tokens", "eager and compiled: same tokens", "no choices to compare"),
+        ("no numbers", "eager and compiled: same tokens", "not numbers"),
         ("model", "eager and compiled: same run", "model: tiny and another"),
         ("timing", "compiled: profiler's tax", "no unprofiled timing"),
     ],
@@ -404,6 +409,33 @@ def test_a_trace_without_annotations_is_one_step(tmp_path: Path) -> None:
     assert load(builder.write(tmp_path / "t.json")).groups["step"].kernel_counts == [1]
 
 
+def test_a_real_trace_of_an_h200_without_annotations(tmp_path: Path) -> None:
+    """Four replays of the compiled step of a Llama-3.1-8B of three layers (bf16, greedy, Inductor's kernels)."""
+    trace = load(ROOT / "tests" / "data" / "h200_compiled_3_layers.json.gz")
+    group = trace.groups["step"]
+    assert group.kernel_counts == [45] * 4 and group.launches == {"cudaGraphLaunch": 1} and trace.unmatched == 0
+    kernels = {kind: count for kind, (count, _) in group.kinds.items()}
+    # A layer: qkv, output, gate with up, down; norms before both halves; flex attention in two parts and their sum.
+    assert kernels == {"gemv": 13, "attention": 9, "norm": 7, "pointwise": 14, "sampling": 2}
+    assert group.kinds["gemv"][1] == pytest.approx(561, abs=1) and group.busy_us == pytest.approx(647, abs=1)
+    assert trace.overlaps > 100, "programmatic dependent launch: most kernels start before the last one ends"
+    inside = group.gaps["inside a replay"]
+    assert inside.p90 < 0.5 and inside.us < 2
+    report = analyse([ROOT / "tests" / "data" / "h200_compiled_3_layers.json.gz"])
+    assert report.verified and "NVIDIA H200: step runs at 1,368 steps/s under the profiler" in report.verdict
+    assert "the largest part is gemv" in report.verdict and to_html(report)
+
+
+def test_what_follows_the_head_draws_the_token(tmp_path: Path) -> None:
+    builder = Builder()
+    builder.add("user_annotation", "decode[1]", 0, 50)
+    names = ("_project_kernel", "triton_poi_fused_add_0", "_project_kernel", "triton_poi_fused_add_1")
+    for index, name in enumerate(names):
+        builder.kernel(name, 10 * index + 5, 5, builder.launch("cudaLaunchKernel", 10 * index))
+    (step,) = load(builder.write(tmp_path / "trace.json")).steps
+    assert [kernel.kind for kernel in step.kernels] == ["gemv", "pointwise", "gemv", "sampling"]
+
+
 def test_traces_that_share_no_step_are_reported_apart(tmp_path: Path) -> None:
     paths = [eager(tmp_path / "a.json", (16,)), compiled(tmp_path / "b.json", (99,))]
     report = analyse(paths)
@@ -442,6 +474,13 @@ def test_a_cpu_trace_has_operators_in_the_kernels_place(tmp_path: Path) -> None:
         ("triton_poi_fused__scaled_dot_product_flash_attention_cat_2", "", "pointwise"),
         ("triton_tem_fused_flex_attention_4", "", "attention"),
         ("triton_red_fused_argmax_7", "", "sampling"),
+        ("triton_red_fused__to_copy_add_as_strided_embedding_mul_sum_unsqueeze_view_19", "", "gemv"),
+        ("triton_red_fused__to_copy_as_strided_mul_silu_slice_sum_view_13", "", "gemv"),
+        ("triton_red_fused__fused_rms_norm__to_copy_add_embedding_unsqueeze_view_12", "", "norm"),
+        ("triton_tem_fused__to_copy_add_arange_clamp_flex_attention_floor_divide_sub_8", "", "attention"),
+        ("triton_per_fused__to_copy_add_clamp_flex_attention_floor_divide_where_10", "", "attention"),
+        ("triton_poi_fused__to_copy_add_cat_index_mul_slice_split_with_sizes_sub_2", "", "pointwise"),
+        ("triton_red_fused___rshift____to_copy_add_arange_bitwise_xor_ge_mul_sum_3", "", "sampling"),
         ("_embed_kernel", "", "pointwise"),
         ("_project_kernel", "", "gemv"),
         ("_attend_kernel", "nearroof::attend", "attention"),

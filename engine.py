@@ -672,8 +672,7 @@ def _pinned_modes() -> Iterator[None]:
 
 @contextmanager
 def hot_loop(compiled: bool) -> Iterator[None]:
-    """While steps run, a recompilation is an error. Guards that only tell apart what this Generator never changes are
-    skipped: they cost the host more than the launch."""
+    """While steps run, a recompilation is an error."""
     if not compiled:
         yield
         return

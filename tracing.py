@@ -145,7 +145,8 @@ def _facts_of_run(model: Transformer, device: torch.device, params: SamplingPara
 
 def _measure(generator: Generator, work: Work, weights: str) -> RunFacts:
     """Warm one path up, and all that is known of it without a profiler."""
-    with inductor_config.patch({"cpp.enable_kernel_profile": True}):  # on a CPU, a trace shows Inductor's functions
+    on_cpu = generator.device.type == "cpu"
+    with inductor_config.patch({"cpp.enable_kernel_profile": on_cpu}):  # there a trace shows Inductor's functions
         generator.warm_up(work.params)
         compiled, recorded = generator.compile_s, generator.record_s
         _fill_caches(generator, work)

@@ -1169,7 +1169,7 @@ canvas { width: 100%; display: block; background: var(--panel); border-radius: 6
   padding: .35rem .6rem; border-radius: 4px; font-size: 12px; max-width: 60ch; overflow-wrap: anywhere;
   white-space: pre-line; }
 .budget { display: flex; align-items: center; gap: .8rem; margin: .35rem 0; font-variant-numeric: tabular-nums; }
-.budget span { width: 6rem; } .budget span:last-child { text-align: right; }
+.budget span { width: 6rem; overflow: hidden; text-overflow: ellipsis; } .budget span:last-child { text-align: right; }
 .budget > div { flex: 1; display: flex; position: relative; } .budget i { height: 1.5rem; }
 .budget b { position: absolute; top: -.2rem; height: 1.9rem; border-left: 2px solid var(--ink); }
 .gemv { background: var(--gemv); } .attention { background: var(--attention); } .norm { background: var(--norm); }

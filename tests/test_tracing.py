@@ -98,6 +98,23 @@ def test_a_disk_that_fills_ends_with_one_line_and_keeps_the_text(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_checkpoint_is_profiled_with_its_prompt(
+    shared_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def profiled(model: Transformer, prompt: list[int], directory: Path, **given: Any) -> bool:
+        seen.update(given, model=model, prompt=prompt, directory=directory, text=capsys.readouterr().out)
+        return False
+
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(tracing, "profile", profiled)
+    options = ["--checkpoint", str(shared_data / "stories260K-hf"), "--prompt", "Once", "--device", "cpu"]
+    assert generate.main([*options, "--max-new-tokens", "2", "--profile", str(tmp_path)]) == 1
+    assert len(seen["prompt"]) == 2 and seen["directory"] == tmp_path and seen["text"].strip()
+    assert seen["facts"]["model"] == "stories260K-hf" and seen["facts"]["quantization"] == "none"
+    assert seen["settings"]["max_seq_len"] == 512 and seen["settings"]["compile_prefill"]
+    assert seen["model"].layers[0].self_attn.cache.k.numel() == 0, "no Generator has had it"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

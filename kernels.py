@@ -1,23 +1,24 @@
-"""The Triton kernels of the fused decode step, as custom ops that write into buffers given to them, each beside its plain
-torch reference. Knows tensors and their shapes; knows nothing of models, nor of who allocates the buffers.
+"""The Triton kernels of the fused decode step, as custom ops that write into buffers given to them, each beside its
+plain torch reference. Knows tensors and their shapes; knows nothing of models, nor of who allocates the buffers.
 
 A step is one chain of launches: embed; per layer project (q, k, v), attend, project_residual (o), project_gated,
 project_residual (down); then project_logits and select. Decoding is a stream of weights, and all else hides behind it:
 
-- Programmatic dependent launch. A kernel starts while the one before still runs, asks for its first weights, lets the next
-  kernel start, and only then waits (`_await`). Before the wait a kernel loads nothing that the step writes (but the keys and
-  values of earlier steps, which stay) and stores nothing; every program waits, so that a wait covers the whole chain before
-  it. The first kernel of a step is launched without it: a step begins when the one before is over.
-- RMSNorm is cut in three. Whoever produces the residual x leaves x * gain, the input of the next product, and sums of x * x
-  over as many rows as one of its programs has; whoever consumes them scales after the product, by 1 / rms.
+- Programmatic dependent launch. A kernel starts while the one before still runs, asks for its first weights, lets the
+  next kernel start, and only then waits (`_await`). Before the wait a kernel loads nothing that the step writes (but
+  the keys and values of earlier steps, which stay) and stores nothing; a program that leaves without waiting does
+  neither, and another of its kernel waits, so that a wait covers the whole chain before it. The first kernel of a step
+  is launched without it: a step begins when the one before is over.
+- RMSNorm is cut in three. Whoever produces the residual x leaves x * gain, the input of the next product, and sums of
+  x * x over as many rows as one of its programs has; whoever consumes them scales after the product, by 1 / rms.
 - No float atomics, and fixed orders of summation: a replay is equal to the bit. The one integer atomic counts arrivals.
 
 On CPU tensors an op runs its reference, or, where TRITON_INTERPRET=1, its kernel in Triton's interpreter.
 
 One row: the leading 1 of the shapes is the batch.
 
-Legend: N outputs, K inputs of a product, H hidden_size, Hq query heads, Hkv key/value heads,
-G = Hq / Hkv, D head_dim, S cache slots, V vocabulary, P parts of a sum of squares, M blocks of logits.
+Legend: N outputs, K inputs of a product, H hidden_size, Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head_dim,
+S cache slots, V vocabulary, P parts of a sum of squares, M blocks of logits.
 """
 
 from collections.abc import Callable
@@ -154,7 +155,8 @@ def _leave_normed(x: Tensor, gain: Tensor, scaled: Tensor, squares: Tensor) -> N
 
 
 class Tile(NamedTuple):
-    """How one program of a product works: `rows` outputs, `columns` inputs at a time, `ahead` of those asked for at once."""
+    """How one program of a product works: `rows` outputs, `columns` inputs at a time, `ahead` of those asked for at
+    once."""
 
     rows: int
     columns: int
@@ -183,7 +185,7 @@ TILES = {
 
 
 def tile(outputs: int, inputs: int, gated: bool = False) -> Tile:
-    """The tile for a product of this shape. `rows` is also how many outputs one part of `squares` or `maxima` covers."""
+    """The tile for a product of this shape; `rows` is also how many outputs a part of `squares` or `maxima` covers."""
     warps = 4 if inputs >= 1024 else 2 if inputs >= 512 else 1
     columns = min(power_of_two(inputs), 256 * warps)
     return TILES.get((outputs, inputs, gated)) or Tile(4 if gated else 8, columns, warps)
@@ -198,7 +200,7 @@ def _reduce_vectors(x, VECTOR: tl.constexpr):
 
 @jit
 def _columns(at, step: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, HINT: tl.constexpr):
-    """Step's columns of the rows that the pointers `at`, [ROWS, COLUMNS], point to the first columns of; zero past K."""
+    """Step's columns of the rows whose first columns the pointers `at` [ROWS, COLUMNS] point to; zero past K."""
     if K % COLUMNS == 0:
         return tl.load(at + step * COLUMNS, eviction_policy=HINT)
     mask = (tl.arange(0, COLUMNS) < K - step * COLUMNS)[None, :]
@@ -232,9 +234,9 @@ def _project_kernel(
         weight_of_norm = tl.load(gain + row, mask=inner, other=0.0).to(tl.float32)
     w, v = (), ()
     for step in tl.static_range(AHEAD):
-        w = w + (_columns(at, step, K, COLUMNS, "evict_first"),)
+        w += (_columns(at, step, K, COLUMNS, "evict_first"),)
         if GATED:
-            v = v + (_columns(at + N * K, step, K, COLUMNS, "evict_first"),)
+            v += (_columns(at + N * K, step, K, COLUMNS, "evict_first"),)
     _await(CHAIN, DELAY)
 
     if END == "residual":
@@ -247,9 +249,9 @@ def _project_kernel(
     for step in tl.static_range(STEPS):
         inputs = _columns(h + column, step, K, COLUMNS, "evict_last").to(tl.float32)
         if step + AHEAD < STEPS:  # later weights are on their way while these are used
-            w = w + (_columns(at, step + AHEAD, K, COLUMNS, "evict_first"),)
+            w += (_columns(at, step + AHEAD, K, COLUMNS, "evict_first"),)
             if GATED:
-                v = v + (_columns(at + N * K, step + AHEAD, K, COLUMNS, "evict_first"),)
+                v += (_columns(at + N * K, step + AHEAD, K, COLUMNS, "evict_first"),)
         y += _reduce_vectors(w[step].to(tl.float32) * inputs, VECTOR)
         if GATED:
             z += _reduce_vectors(v[step].to(tl.float32) * inputs, VECTOR)
@@ -418,7 +420,8 @@ def _attend_kernel(
     qkv, q_gain, k_gain, cos, sin, position, done, k_cache, v_cache, out, partial, stats, arrivals,
     scale, eps, capacity, splits, least, piece, WINDOW: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr, CHAIN: tl.constexpr, DELAY: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, LANES: tl.constexpr, CHAIN: tl.constexpr,
+    DELAY: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = HQ // HKV
     dtype: tl.constexpr = k_cache.dtype.element_ty
@@ -541,10 +544,10 @@ def attend(
 ) -> None:  # fmt: skip
     """out [1, Hq * D] = attention of the row's query over its cache, [1, Hkv, S, D], up to its position.
 
-    qkv fp32 [1, (Hq + 2 Hkv) * D]; q and k are normalised (q_gain, k_gain [D]) and rotated (cos, sin fp32 [S, half]) first,
-    and k and v stored at the position, or at `capacity` where the row is done (whose output means nothing). `window` 0: none.
-    partial fp32 [Hkv, splits, G, D], stats fp32 [Hkv, splits, 2, G] are room; arrivals int32 [Hkv] is zero before and
-    after."""
+    qkv fp32 [1, (Hq + 2 Hkv) * D]; q and k are normalised (q_gain, k_gain [D]) and rotated (cos, sin fp32 [S, half])
+    first, and k and v stored at the position, or at `capacity` where the row is done (whose output means nothing).
+    `window` 0: none. partial fp32 [Hkv, splits, G, D], stats fp32 [Hkv, splits, 2, G] are room; arrivals int32 [Hkv] is
+    zero before and after."""
     if not _runs_kernel(qkv):
         return attend_reference(
             qkv, q_gain, k_gain, cos, sin, position, done, k_cache, v_cache, scale, eps, window, capacity, out
@@ -554,11 +557,12 @@ def attend(
     plan = spread(kv_heads, dim, slots)
     splits = partial.shape[1]
     _launch(
-        _attend_kernel, kv_heads * splits, qkv, q_gain, k_gain, cos, sin, position, done, k_cache, v_cache, out, partial,
-        stats, arrivals, scale * 1.4426950408889634, eps, capacity, splits, plan.least, plan.piece, WINDOW=window, HQ=heads,
-        HKV=kv_heads, D=dim, WIDTH=max(16, power_of_two(dim)), HALF=0 if cos is None else cos.shape[1],
-        GROUP=max(16, power_of_two(heads // kv_heads)), SLOTS=slots, SPLITS_PADDED=power_of_two(splits),
-        BLOCK=plan.block, STAGES=plan.stages, LANES=32 * plan.warps, num_warps=plan.warps,
+        _attend_kernel, kv_heads * splits, qkv, q_gain, k_gain, cos, sin, position, done, k_cache, v_cache, out,
+        partial, stats, arrivals, scale * 1.4426950408889634, eps, capacity, splits, plan.least, plan.piece,
+        WINDOW=window, HQ=heads, HKV=kv_heads, D=dim, WIDTH=max(16, power_of_two(dim)),
+        HALF=0 if cos is None else cos.shape[1], GROUP=max(16, power_of_two(heads // kv_heads)), SLOTS=slots,
+        SPLITS_PADDED=power_of_two(splits), BLOCK=plan.block, STAGES=plan.stages, LANES=32 * plan.warps,
+        num_warps=plan.warps,
     )  # fmt: skip
     return None
 
@@ -629,7 +633,8 @@ def _listed(i, blocks, listed, logits, top, heat, UNIT: tl.constexpr, ENTRIES: t
 def _select_kernel(
     logits, maxima, listed, temperature, top_k, min_p, seed, token, position, done, limit, ring, count, eos, seen,
     GREEDY: tl.constexpr, V: tl.constexpr, M: tl.constexpr, M_PADDED: tl.constexpr, UNIT: tl.constexpr,
-    ENTRIES: tl.constexpr, RING: tl.constexpr, EOS: tl.constexpr, INVALID: tl.constexpr, CHAIN: tl.constexpr, DELAY: tl.constexpr,
+    ENTRIES: tl.constexpr, RING: tl.constexpr, EOS: tl.constexpr, INVALID: tl.constexpr, CHAIN: tl.constexpr,
+    DELAY: tl.constexpr,
 ):  # fmt: skip
     block = tl.arange(0, M_PADDED)
     at, over, steps, end = tl.load(position), tl.load(done) != 0, tl.load(count), tl.load(limit)
@@ -714,13 +719,13 @@ def _select_kernel(
 )
 def select(
     logits: Tensor, maxima: Tensor, greedy: bool, temperature: Tensor, top_k: Tensor, min_p: Tensor, seed: Tensor,
-    limit: Tensor, eos: Tensor, token: Tensor, position: Tensor, done: Tensor, ring: Tensor, count: Tensor, seen: Tensor,
-    listed: Tensor,
+    limit: Tensor, eos: Tensor, token: Tensor, position: Tensor, done: Tensor, ring: Tensor, count: Tensor,
+    seen: Tensor, listed: Tensor,
 ) -> None:  # fmt: skip
     """Draw the row's next token ("greedy" or "top_k" of `sampling`) and advance, as `decoding.DecodeState` does.
 
-    logits fp32 [1, V] with the maxima of their blocks, fp32 [1, M]; listed int32 [1, M] is room; the rest are the buffers
-    of a DecodeState of one row."""
+    logits fp32 [1, V] with the maxima of their blocks, fp32 [1, M]; listed int32 [1, M] is room; the rest are the
+    buffers of a DecodeState of one row."""
     if not _runs_kernel(logits):
         return select_reference(
             logits, greedy, temperature, top_k, min_p, seed, limit, eos, token, position, done, ring, count, seen

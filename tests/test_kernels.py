@@ -1,5 +1,5 @@
-"""Every kernel against its plain torch reference: on the GPU where there is one, else in Triton's interpreter, which wants
-an environment variable at import and hence a process of its own."""
+"""Every kernel against its plain torch reference: on the GPU where there is one, else in Triton's interpreter, which
+wants an environment variable at import and hence a process of its own."""
 
 import os
 import subprocess
@@ -49,7 +49,9 @@ def poison(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
 
 
-def compare(op: Callable[..., None], reference: Callable[..., None], inputs: tuple, outputs: tuple[Tensor, ...]) -> None:
+def compare(
+    op: Callable[..., None], reference: Callable[..., None], inputs: tuple, outputs: tuple[Tensor, ...]
+) -> None:
     """Run both on the same inputs and on copies of the outputs; they must leave the same there."""
     got, expected = tuple(t.clone() for t in outputs), tuple(t.clone() for t in outputs)
     op(*inputs, *got)
@@ -57,7 +59,9 @@ def compare(op: Callable[..., None], reference: Callable[..., None], inputs: tup
     for ours, theirs in zip(got, expected, strict=True):
         exact = not ours.is_floating_point()
         loose = ours.dtype in (torch.bfloat16, torch.float16)
-        torch.testing.assert_close(ours, theirs, rtol=0 if exact else 2e-2 if loose else 1e-4, atol=0 if exact else 1e-3 if loose else 2e-5)
+        torch.testing.assert_close(
+            ours, theirs, rtol=0 if exact else 2e-2 if loose else 1e-4, atol=0 if exact else 1e-3 if loose else 2e-5
+        )
 
 
 SHAPES = [(40, 64), (37, 100), (5, 7), (24, 1100), (33, 3000)]  # N, K
@@ -85,7 +89,13 @@ class TestKernels:
     def test_project(self, outputs: int, size: int, dtype: torch.dtype, bias: bool, gated: bool) -> None:
         rows = outputs * (1 + gated)
         h, squares = normal(1, size, dtype=dtype), normal(1, 3).square() * size
-        inputs = (h, squares, normal(rows, size, dtype=dtype, scale=size**-0.5), normal(rows, dtype=dtype) if bias else None, 1e-5)
+        inputs = (
+            h,
+            squares,
+            normal(rows, size, dtype=dtype, scale=size**-0.5),
+            normal(rows, dtype=dtype) if bias else None,
+            1e-5,
+        )
         if gated:
             compare(kernels.project_gated, kernels.project_gated_reference, inputs, (poison(1, outputs, dtype=dtype),))
         else:
@@ -96,7 +106,13 @@ class TestKernels:
     @pytest.mark.parametrize("bias", [False, True])
     def test_project_residual(self, outputs: int, size: int, dtype: torch.dtype, bias: bool) -> None:
         weight = normal(outputs, size, dtype=dtype, scale=size**-0.5)
-        inputs = (normal(1, size, dtype=dtype), weight, normal(outputs, dtype=dtype) if bias else None, normal(outputs, dtype=dtype), 0.7)
+        inputs = (
+            normal(1, size, dtype=dtype),
+            weight,
+            normal(outputs, dtype=dtype) if bias else None,
+            normal(outputs, dtype=dtype),
+            0.7,
+        )
         left = (normal(1, outputs), poison(1, outputs, dtype=dtype), poison(1, -(-outputs // 16)))
         compare(kernels.project_residual, kernels.project_residual_reference, inputs, left)
 
@@ -153,9 +169,16 @@ class TestKernels:
         slots, dim = 32, 16
         k_cache, v_cache = normal(1, 1, slots, dim), normal(1, 1, slots, dim)
         before = k_cache.clone()
-        room = (poison(1, dim), poison(1, 1, 1, dim), poison(1, 1, 2, 1), torch.zeros(1, dtype=torch.int32, device=DEVICE))
+        room = (
+            poison(1, dim),
+            poison(1, 1, 1, dim),
+            poison(1, 1, 2, 1),
+            torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        )
         at, done = torch.tensor([7], device=DEVICE), torch.tensor([True], device=DEVICE)
-        kernels.attend(normal(1, 3 * dim), None, None, None, None, at, done, k_cache, v_cache, 1.0, 0.0, 0, slots - 2, *room)
+        kernels.attend(
+            normal(1, 3 * dim), None, None, None, None, at, done, k_cache, v_cache, 1.0, 0.0, 0, slots - 2, *room
+        )
         assert (k_cache != before).nonzero()[:, 2].unique().tolist() == [slots - 2]
 
     @pytest.mark.parametrize("greedy", [False, True])
@@ -163,8 +186,8 @@ class TestKernels:
     def test_select(self, greedy: bool, vocab: int, unit: int) -> None:
         blocks = -(-vocab // unit)
         settings = [  # temperature, top-k, min-p
-            (0.8, 5, 0.0), (1.0, vocab, 0.0), (0.0, 3, 0.0), (0.5, vocab + 5, 0.2), (100.0, 1, 0.0), (1.3, vocab - 1, 0.01),
-            (0.9, min(200, vocab), 0.0), (2.0, 40, 0.1),
+            (0.8, 5, 0.0), (1.0, vocab, 0.0), (0.0, 3, 0.0), (0.5, vocab + 5, 0.2), (100.0, 1, 0.0),
+            (1.3, vocab - 1, 0.01), (0.9, min(200, vocab), 0.0), (2.0, 40, 0.1),
         ]  # fmt: skip
         for i, (temperature, top_k, min_p) in enumerate(settings[:2] if greedy else settings):
             logits = normal(1, vocab, scale=3.0)

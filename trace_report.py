@@ -869,6 +869,8 @@ def _against_the_limit(traces: list[Trace]) -> Section:
             rows.append([trace.label, g.name, number(g.rate), number(limit), share, *times])
     measured = next((f"{t.bandwidth / 1e9:,.0f} GB/s" for t in traces if t.bandwidth), "not in the files")
     text = f"The limit: a step's bytes moved once at the bandwidth measured on this device ({measured})."
+    if any((limit := trace.limit(g)) and g.rate > limit for trace in traces for g in trace.groups.values()):
+        text += " A share above 100% means that a cache holds them from step to step."
     unit = traces[0].groups[main_group(traces)].unit
     header = ["path", "step", unit, "limit", "share", "unprofiled us p50", "p90", "p99", "traced us"]
     return Section("Tokens a second against the limit", header, rows, text)

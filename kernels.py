@@ -37,7 +37,7 @@ try:
     import triton.language as tl
 except ModuleNotFoundError:  # torch for CPUs comes without it: the references are left, the kernels are plain functions
     INSTALLED = INTERPRETED = False
-    tl = SimpleNamespace(constexpr=None)
+    tl = SimpleNamespace(constexpr=bool)
 
     def jit(function: Callable[..., None] | None = None, **options: Any) -> Any:
         return function or (lambda function: function)
@@ -45,6 +45,7 @@ else:
     INSTALLED, INTERPRETED = True, triton.knobs.runtime.interpret
     jit = triton.jit
 
+PTX = tl.constexpr(not INTERPRETED)  # the interpreter knows no assembly
 DELAY_NS = 20_000
 delayed: str | None = None  # tests name a kernel here that is to dawdle, so that a missing wait shows
 
@@ -165,7 +166,7 @@ class Tile(NamedTuple):
 
 
 # By (outputs, inputs, whether gated) of a product, with 16-bit weights on an H200.
-TILES = {
+TILES: dict[tuple[int, int, bool], Tile] = {
     (14336, 4096, True): Tile(2, 1024, 2),  # Llama 3.1 8B
     (4096, 14336, False): Tile(8, 2048, 8),
     (128256, 4096, False): Tile(8, 2048, 8),
@@ -184,8 +185,17 @@ TILES = {
 }
 
 
-def tile(outputs: int, inputs: int, gated: bool = False) -> Tile:
+# The same with packed weights.
+PACKED_TILES: dict[tuple[str, int, int, bool], Tile] = {}
+
+
+def tile(outputs: int, inputs: int, gated: bool = False, scheme: str = "") -> Tile:
     """The tile for a product of this shape; `rows` is also how many outputs a part of `squares` or `maxima` covers."""
+    if scheme:
+        unit = UNITS[scheme]
+        warps = max(1, min(4, power_of_two(inputs) // (32 * unit)))
+        default = Tile(4 if gated else 8, max(unit, min(power_of_two(inputs), 32 * unit * warps)), warps)
+        return PACKED_TILES.get((scheme, outputs, inputs, gated), default)
     warps = 4 if inputs >= 1024 else 2 if inputs >= 512 else 1
     columns = min(power_of_two(inputs), 256 * warps)
     return TILES.get((outputs, inputs, gated)) or Tile(4 if gated else 8, columns, warps)
@@ -207,23 +217,230 @@ def _columns(at, step: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, HIN
     return tl.load(at + step * COLUMNS, mask=mask, other=0.0, eviction_policy=HINT)
 
 
+# Packed weights: int8 or float8_e4m3fn [N, K] with a scale a row, [N]; or int4 as uint8 [N, K / 2], K filled up to
+# whole groups of 32 or a multiple, with a scale and perhaps a zero a group, [N, groups]: a byte holds 8 + the code of a
+# column of the first half of a group, low, and of the second, high. The kernel reads them as words of 32 bits.
+#
+# To convert each weight to fp32 would take more instructions than there is time for. So the inputs are brought to the
+# weights' form, once for all rows of a program, by units: the columns whose weights a thread loads at once, 16 bytes. A
+# unit is scaled by a power of two; then, for int8 and int4, inputs are rounded to 15 bits, whose high and low bytes
+# `dp4a` multiplies with four weights at a time, exactly; for fp8 inputs are rounded to halves, as the GPU converts such
+# weights to halves in pairs, and a unit is summed in halves.
+
+SCHEMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.uint8: "int4"}
+UNITS = {"int8": 16, "fp8": 16, "int4": 32}
+
+
+def unpacked(weight: Tensor, scale: Tensor | None = None, zero: Tensor | None = None) -> Tensor:
+    """fp32 [N, K], the weights that `weight` and its scales stand for."""
+    if scale is None:
+        return weight.float()
+    if weight.dtype != torch.uint8:
+        return weight.float() * scale.float().view(-1, 1)
+    pairs = weight.view(*scale.shape, -1)
+    codes = torch.cat((pairs & 15, pairs >> 4), -1).float() - 8  # [N, groups, group]
+    if zero is not None:
+        codes -= zero.float().unsqueeze(-1)
+    return (codes * scale.float().unsqueeze(-1)).flatten(1)
+
+
+@jit
+def _quarters(x):
+    """[A, B, 4], each thread's own four, as four of [A, B]."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@jit
+def _eighths(x):
+    """[A, 8], each thread's own eight, as eight of [A]."""
+    a, b, c, d = _quarters(tl.reshape(x, (x.shape[0], 2, 4)))  # [A, 2]
+    p, t = tl.split(a)
+    q, u = tl.split(b)
+    r, v = tl.split(c)
+    s, w = tl.split(d)
+    return p, q, r, s, t, u, v, w
+
+
+@jit
+def _bytes_of(a, b, c, d):
+    """The high bytes, and the low ones, of the lower halves of four words, as words."""
+    if PTX:
+        asm: tl.constexpr = """{ .reg .b32 p, q; prmt.b32 p, $2, $3, 0x5410; prmt.b32 q, $4, $5, 0x5410;
+            prmt.b32 $0, p, q, 0x7531; prmt.b32 $1, p, q, 0x6420; }"""
+        two: tl.constexpr = (tl.int32, tl.int32)
+        high, low = tl.inline_asm_elementwise(asm, "=&r,=&r,r,r,r,r", [a, b, c, d], two, is_pure=True, pack=1)
+    else:
+        high = ((a >> 8) & 0xFF) | (b & 0xFF00) | ((c & 0xFF00) << 8) | ((d & 0xFF00) << 16)
+        low = (a & 0xFF) | ((b & 0xFF) << 8) | ((c & 0xFF) << 16) | (d << 24)
+    return high, low
+
+
+@jit
+def _halves(a, b):
+    """Two of fp32 as words of two halves, a below b."""
+    if PTX:
+        asm: tl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+        words = tl.inline_asm_elementwise(asm, "=r,f,f", [a, b], tl.int32, is_pure=True, pack=1)
+    else:
+        words = b.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        words |= a.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return words
+
+
+@jit
+def _dot4(weights, inputs, acc, TYPES: tl.constexpr):
+    """acc plus the product of four bytes with four, both words of these types, "u32" or "s32"."""
+    if PTX:
+        asm: tl.constexpr = "dp4a." + TYPES + " $0, $1, $2, $3;"
+        acc = tl.inline_asm_elementwise(asm, "=r,r,r,r", [weights, inputs, acc], tl.int32, is_pure=True, pack=1)
+    else:
+        for i in tl.static_range(0, 32, 8):
+            w = (weights << (24 - i)) >> 24 if TYPES[0] == "s" else (weights >> i) & 0xFF
+            acc += w * ((inputs << (24 - i)) >> 24 if TYPES[4] == "s" else (inputs >> i) & 0xFF)
+    return acc
+
+
+@jit
+def _fma_e4m3(weights, low, high, acc):
+    """acc plus the products of the lower two and of the upper two weights of words with pairs of halves."""
+    if PTX:
+        asm: tl.constexpr = """{ .reg .b16 a, b; .reg .b32 p, q; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 p, a;
+            cvt.rn.f16x2.e4m3x2 q, b; fma.rn.f16x2 p, p, $2, $4; fma.rn.f16x2 $0, q, $3, p; }"""
+        acc = tl.inline_asm_elementwise(asm, "=r,r,r,r,r", [weights, low, high, acc], tl.int32, is_pure=True, pack=1)
+    else:
+        even, odd = _pair(acc)
+        for i in tl.static_range(2):
+            word = weights >> (16 * i)
+            bits = ((word & 0x80) << 8) | ((word & 0x7F) << 7) | ((word & 0x8000) << 16) | ((word & 0x7F00) << 15)
+            first, second = _pair(bits)  # their exponents are 8 too low
+            p, q = _pair(high if i == 1 else low)
+            even += first * p * 256.0
+            odd += second * q * 256.0
+        acc = _halves(even, odd)
+    return acc
+
+
+@jit
+def _pair(words):
+    """Words of two halves as two of fp32."""
+    return (words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32),
+            (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32))  # fmt: skip
+
+
+@jit
+def _packed_inputs(
+    h, step: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, SCHEME: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """The step's columns of h in the form of the weights, per unit: the power of two that they are to be multiplied
+    with, their sum, and two tuples of words for the weights' words in turn: high and low bytes, or halves."""
+    unit = step * (COLUMNS // UNIT) + tl.arange(0, COLUMNS // UNIT)[:, None]
+    begin = unit * UNIT
+    if SCHEME == "int4":  # 16 columns of the first half of a group, 16 of the second
+        begin = unit // (GROUP // UNIT) * GROUP + unit % (GROUP // UNIT) * 16
+    MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2 ** 23: what is added to it is rounded to whole numbers, in its low bits
+    x = ()
+    largest = tl.zeros((COLUMNS // UNIT,), tl.int32)
+    for i in tl.static_range(UNIT // 8):  # so much of 16-bit inputs a thread loads at once
+        column = begin + i % 2 * 8 + i // 2 * (GROUP // 2) + tl.arange(0, 8)[None, :]
+        part = tl.load(h + column, mask=column < K, other=0.0, eviction_policy="evict_last")
+        x += (part.to(tl.float32),)
+        largest = tl.maximum(largest, tl.max(part.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
+    BITS: tl.constexpr = 0 if SCHEME == "fp8" else 13
+    exponent = tl.maximum(largest >> 23, BITS + 1)
+    inverse = ((254 + BITS - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    power = ((exponent - BITS) << 23).to(tl.float32, bitcast=True)
+    power = tl.where(largest < 0x7F800000, power, float("nan"))  # infinities and NaN are not to get lost
+    total = tl.zeros((COLUMNS // UNIT,), tl.int32)
+    first, second = (), ()
+    for i in tl.static_range(UNIT // 8):
+        if SCHEME == "fp8":
+            e = _eighths(x[i] * inverse)
+            first += (_halves(e[0], e[1]), _halves(e[4], e[5]))
+            second += (_halves(e[2], e[3]), _halves(e[6], e[7]))
+        else:
+            whole = (x[i] * inverse + MAGIC).to(tl.int32, bitcast=True)
+            e = _eighths(whole)
+            p, q = _bytes_of(e[0], e[1], e[2], e[3])
+            r, s = _bytes_of(e[4], e[5], e[6], e[7])
+            if SCHEME == "int4":
+                total += tl.sum(whole - 0x4B400000, 1)
+            first += (p, r)
+            second += (q, s)
+    return power, total.to(tl.float32), first, second
+
+
+@jit
+def _packed_product(weights, inputs, SCHEME: tl.constexpr):
+    """What `_weights` gives times what `_packed_inputs` gives: fp32 [ROWS, units]."""
+    w, scale, zero = weights
+    w = _quarters(tl.reshape(w, (w.shape[0], w.shape[1] // 4, 4)))
+    power, total, first, second = inputs
+    acc = tl.zeros(w[0].shape, tl.int32)
+    if SCHEME == "fp8":
+        for i in tl.static_range(4):
+            acc = _fma_e4m3(w[i], first[i][None, :], second[i][None, :], acc)
+        even, odd = _pair(acc)
+        y = even + odd
+    elif SCHEME == "int8":
+        for i in tl.static_range(4):
+            acc = _dot4(w[i], first[i][None, :], acc, "s32.s32")
+        acc *= 256
+        for i in tl.static_range(4):
+            acc = _dot4(w[i], second[i][None, :], acc, "s32.u32")
+        y = acc.to(tl.float32)
+    else:
+        low, upper, upper_low = acc, acc, acc  # the weights in upper halves of bytes stay 16-fold
+        for i in tl.static_range(4):
+            acc = _dot4(w[i] & 0x0F0F0F0F, first[i][None, :], acc, "u32.s32")
+            low = _dot4(w[i] & 0x0F0F0F0F, second[i][None, :], low, "u32.u32")
+            upper = _dot4(w[i] & -0x0F0F0F10, first[4 + i][None, :], upper, "u32.s32")
+            upper_low = _dot4(w[i] & -0x0F0F0F10, second[4 + i][None, :], upper_low, "u32.u32")
+        acc = (acc * 16 + upper) * 256 + (low * 16 + upper_low)
+        y = (acc.to(tl.float32) * 0.0625 - total[None, :] * zero) * scale
+    return y * power[None, :]
+
+
+@jit
+def _weights(
+    at, scale, zero, step: tl.constexpr, WORDS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The step's weights [ROWS, WIDTH], and a scale and a zero a unit, [ROWS, units], where `scale` points to some."""
+    w = _columns(at, step, WORDS, WIDTH, "evict_first")
+    if scale is None:
+        scales, zeros = 1.0, 0.0
+    else:
+        word = step * WIDTH + tl.arange(0, WIDTH // 4)[None, :] * 4
+        scales = tl.load(scale + word * 8 // GROUP, mask=word < WORDS, other=0.0).to(tl.float32)
+        zeros = 8.0
+        if zero is not None:
+            zeros += tl.load(zero + word * 8 // GROUP, mask=word < WORDS, other=0.0).to(tl.float32)
+    return w, scales, zeros
+
+
 @jit
 def _project_kernel(
-    h, squares, weight, bias, gain, x, out, parts, eps, multiplier,
-    END: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SQUARES: tl.constexpr, SQUARES_PADDED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr, CHAIN: tl.constexpr, DELAY: tl.constexpr,
+    h, squares, weight, scale, zero, bias, gain, x, out, parts, eps, multiplier,
+    END: tl.constexpr, SCHEME: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, SQUARES: tl.constexpr, SQUARES_PADDED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, AHEAD: tl.constexpr, CHAIN: tl.constexpr, DELAY: tl.constexpr,
 ):  # fmt: skip
-    STEPS: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
     VECTOR: tl.constexpr = 128 // weight.dtype.element_ty.primitive_bitwidth  # what a thread loads at once
+    PACK: tl.constexpr = 1 if SCHEME == "" else 8 if SCHEME == "int4" else 4  # weights in an element of `weight`
+    UNIT: tl.constexpr = VECTOR * PACK
+    WIDTH: tl.constexpr = COLUMNS // PACK
+    STEPS: tl.constexpr = (WORDS + WIDTH - 1) // WIDTH
     GATED: tl.constexpr = END == "gated"
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
     inner = row < N
-    column = tl.arange(0, COLUMNS)[None, :]
     lines = tl.arange(0, ROWS)
     if N % ROWS != 0:
         lines = tl.minimum(lines, N - 1 - first)
-    at = weight + first.to(tl.int64) * K + lines[:, None] * K + column
+    at = weight + first.to(tl.int64) * WORDS + lines[:, None] * WORDS + tl.arange(0, WIDTH)[None, :]
 
     # What no kernel of the step writes may be asked for before the wait.
     if bias is not None:
@@ -232,11 +449,21 @@ def _project_kernel(
             up_offset = tl.load(bias + N + row, mask=inner, other=0.0).to(tl.float32)
     if END == "residual":
         weight_of_norm = tl.load(gain + row, mask=inner, other=0.0).to(tl.float32)
+    if scale is not None and SCHEME != "int4":
+        row_scale = tl.load(scale + row, mask=inner, other=0.0).to(tl.float32)
+        if GATED:
+            up_row_scale = tl.load(scale + N + row, mask=inner, other=0.0).to(tl.float32)
+    at_scale, at_zero, at_up_scale, at_up_zero = None, None, None, None
+    if GROUP > 0:
+        groups = (first + lines)[:, None] * GROUPS
+        at_scale, at_up_scale = scale + groups, scale + N * GROUPS + groups
+        if zero is not None:
+            at_zero, at_up_zero = zero + groups, zero + N * GROUPS + groups
     w, v = (), ()
     for step in tl.static_range(AHEAD):
-        w += (_columns(at, step, K, COLUMNS, "evict_first"),)
+        w += (_weights(at, at_scale, at_zero, step, WORDS, WIDTH, GROUP),)
         if GATED:
-            v += (_columns(at + N * K, step, K, COLUMNS, "evict_first"),)
+            v += (_weights(at + N * WORDS, at_up_scale, at_up_zero, step, WORDS, WIDTH, GROUP),)
     _await(CHAIN, DELAY)
 
     if END == "residual":
@@ -244,18 +471,31 @@ def _project_kernel(
     if squares is not None:
         part = tl.arange(0, SQUARES_PADDED)
         sums = tl.load(squares + part, mask=part < SQUARES, other=0.0)
-    y = tl.zeros((ROWS, COLUMNS // VECTOR), tl.float32)
-    z = tl.zeros((ROWS, COLUMNS // VECTOR), tl.float32)
+    y = tl.zeros((ROWS, COLUMNS // UNIT), tl.float32)
+    z = tl.zeros((ROWS, COLUMNS // UNIT), tl.float32)
     for step in tl.static_range(STEPS):
-        inputs = _columns(h + column, step, K, COLUMNS, "evict_last").to(tl.float32)
+        if SCHEME == "":
+            inputs = _columns(h + tl.arange(0, COLUMNS)[None, :], step, K, COLUMNS, "evict_last").to(tl.float32)
+        else:
+            inputs = _packed_inputs(h, step, K, COLUMNS, GROUP, SCHEME, UNIT)
         if step + AHEAD < STEPS:  # later weights are on their way while these are used
-            w += (_columns(at, step + AHEAD, K, COLUMNS, "evict_first"),)
+            w += (_weights(at, at_scale, at_zero, step + AHEAD, WORDS, WIDTH, GROUP),)
             if GATED:
-                v += (_columns(at + N * K, step + AHEAD, K, COLUMNS, "evict_first"),)
-        y += _reduce_vectors(w[step].to(tl.float32) * inputs, VECTOR)
-        if GATED:
-            z += _reduce_vectors(v[step].to(tl.float32) * inputs, VECTOR)
+                up = _weights(at + N * WORDS, at_up_scale, at_up_zero, step + AHEAD, WORDS, WIDTH, GROUP)
+                v += (up,)
+        if SCHEME == "":
+            y += _reduce_vectors(w[step][0].to(tl.float32) * inputs, VECTOR)
+            if GATED:
+                z += _reduce_vectors(v[step][0].to(tl.float32) * inputs, VECTOR)
+        else:
+            y += _packed_product(w[step], inputs, SCHEME)
+            if GATED:
+                z += _packed_product(v[step], inputs, SCHEME)
     y, z = tl.sum(y, 1), tl.sum(z, 1)
+    if SCHEME == "int8" or SCHEME == "fp8":
+        y *= row_scale
+        if GATED:
+            z *= up_row_scale
 
     if squares is not None:
         scale = tl.rsqrt(tl.sum(sums, 0) / K + eps)
@@ -281,88 +521,114 @@ def _project_kernel(
 
 
 def _project(
-    end: str, h: Tensor, weight: Tensor, out: Tensor, *, squares: Tensor | None = None, bias: Tensor | None = None,
-    gain: Tensor | None = None, x: Tensor | None = None, parts: Tensor | None = None, eps: float = 0.0,
-    multiplier: float = 1.0,
+    end: str, h: Tensor, weight: Tensor, scale: Tensor | None, zero: Tensor | None, out: Tensor, *,
+    squares: Tensor | None = None, bias: Tensor | None = None, gain: Tensor | None = None, x: Tensor | None = None,
+    parts: Tensor | None = None, eps: float = 0.0, multiplier: float = 1.0,
 ) -> None:  # fmt: skip
     inputs, outputs = h.shape[1], out.shape[1]
-    shape = tile(outputs, inputs, end == "gated")
+    scheme = "" if scale is None else SCHEMES[weight.dtype]
+    shape = tile(outputs, inputs, end == "gated", scheme)
+    words = weight.view(torch.int32) if scheme else weight
+    groups = scale.shape[1] if scale is not None and scale.ndim == 2 else 0
     rows = shape.rows if parts is None else block_size(outputs, parts.shape[1])
     sums = 1 if squares is None else squares.shape[1]
     _launch(
-        _project_kernel, -(-outputs // rows), h, squares, weight, bias, gain, x, out, parts, eps, multiplier,
-        END=end, N=outputs, K=inputs, SQUARES=sums, SQUARES_PADDED=power_of_two(sums), ROWS=rows, COLUMNS=shape.columns,
+        _project_kernel, -(-outputs // rows), h, squares, words, scale, zero, bias, gain, x, out, parts, eps,
+        multiplier, END=end, SCHEME=scheme, N=outputs, K=inputs, WORDS=words.shape[1],
+        GROUP=2 * weight.shape[1] // groups if groups else 0, GROUPS=groups,
+        SQUARES=sums, SQUARES_PADDED=power_of_two(sums), ROWS=rows, COLUMNS=shape.columns,
         AHEAD=min(shape.ahead, -(-inputs // shape.columns)), num_warps=shape.warps,
     )  # fmt: skip
 
 
-def _product_reference(h: Tensor, weight: Tensor, bias: Tensor | None, squares: Tensor | None, eps: float) -> Tensor:
-    y = h.float() @ weight.float().T
+def _product_reference(
+    h: Tensor, weight: Tensor, bias: Tensor | None, squares: Tensor | None, eps: float, scale: Tensor | None,
+    zero: Tensor | None,
+) -> Tensor:  # fmt: skip
+    y = h.float() @ unpacked(weight, scale, zero).T[: h.shape[1]]
     if squares is not None:
         y *= torch.rsqrt(squares.sum(-1, keepdim=True) / h.shape[1] + eps)
     return y if bias is None else y + bias.float()
 
 
 @torch.library.custom_op("nearroof::project", mutates_args=("out",))
-def project(h: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor) -> None:
-    """out fp32 [B, N] = RMSNorm'd input @ weight^T + bias. h [B, K] is x * gain, squares [B, P] sum to x * x."""
+def project(
+    h: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor,
+    scale: Tensor | None = None, zero: Tensor | None = None,
+) -> None:  # fmt: skip
+    """out fp32 [B, N] = RMSNorm'd input @ weight^T + bias. h [B, K] is x * gain, squares [B, P] sum to x * x.
+
+    Here and below: with `scale`, and perhaps `zero`, `weight` is packed (see above)."""
     if not _runs_kernel(h):
-        return project_reference(h, squares, weight, bias, eps, out)
-    return _project("plain", h, weight, out, squares=squares, bias=bias, eps=eps)
+        return project_reference(h, squares, weight, bias, eps, out, scale, zero)
+    return _project("plain", h, weight, scale, zero, out, squares=squares, bias=bias, eps=eps)
 
 
-def project_reference(h: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor) -> None:
-    out.copy_(_product_reference(h, weight, bias, squares, eps))
+def project_reference(
+    h: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor,
+    scale: Tensor | None = None, zero: Tensor | None = None,
+) -> None:  # fmt: skip
+    out.copy_(_product_reference(h, weight, bias, squares, eps, scale, zero))
 
 
 @torch.library.custom_op("nearroof::project_gated", mutates_args=("out",))
-def project_gated(h: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor) -> None:
+def project_gated(
+    h: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor,
+    scale: Tensor | None = None, zero: Tensor | None = None,
+) -> None:  # fmt: skip
     """out [B, N] = silu(gate) * up, where weight [2 N, K] holds the rows of gate, then those of up. As `project`."""
     if not _runs_kernel(h):
-        return project_gated_reference(h, squares, weight, bias, eps, out)
-    return _project("gated", h, weight, out, squares=squares, bias=bias, eps=eps)
+        return project_gated_reference(h, squares, weight, bias, eps, out, scale, zero)
+    return _project("gated", h, weight, scale, zero, out, squares=squares, bias=bias, eps=eps)
 
 
 def project_gated_reference(
-    h: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
-) -> None:
-    gate, up = _product_reference(h, weight, bias, squares, eps).chunk(2, dim=-1)
+    h: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor,
+    scale: Tensor | None = None, zero: Tensor | None = None,
+) -> None:  # fmt: skip
+    gate, up = _product_reference(h, weight, bias, squares, eps, scale, zero).chunk(2, dim=-1)
     out.copy_(F.silu(gate) * up)
 
 
 @torch.library.custom_op("nearroof::project_residual", mutates_args=("x", "scaled", "squares"))
 def project_residual(
     h: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor, multiplier: float, x: Tensor, scaled: Tensor,
-    squares: Tensor,
+    squares: Tensor, scale: Tensor | None = None, zero: Tensor | None = None,
 ) -> None:  # fmt: skip
     """x fp32 [B, N] += (h [B, K] @ weight^T + bias) * multiplier; leaves x * gain and squares for the next norm."""
     if not _runs_kernel(h):
-        return project_residual_reference(h, weight, bias, gain, multiplier, x, scaled, squares)
-    return _project("residual", h, weight, scaled, bias=bias, gain=gain, x=x, parts=squares, multiplier=multiplier)
+        return project_residual_reference(h, weight, bias, gain, multiplier, x, scaled, squares, scale, zero)
+    return _project(
+        "residual", h, weight, scale, zero, scaled, bias=bias, gain=gain, x=x, parts=squares, multiplier=multiplier
+    )
 
 
 def project_residual_reference(
     h: Tensor, weight: Tensor, bias: Tensor | None, gain: Tensor, multiplier: float, x: Tensor, scaled: Tensor,
-    squares: Tensor,
+    squares: Tensor, scale: Tensor | None = None, zero: Tensor | None = None,
 ) -> None:  # fmt: skip
-    x += _product_reference(h, weight, bias, None, 0.0) * multiplier
+    x += _product_reference(h, weight, bias, None, 0.0, scale, zero) * multiplier
     _leave_normed(x, gain, scaled, squares)
 
 
 @torch.library.custom_op("nearroof::project_logits", mutates_args=("logits", "maxima"))
 def project_logits(
-    h: Tensor, squares: Tensor, weight: Tensor, eps: float, multiplier: float, logits: Tensor, maxima: Tensor
-) -> None:
+    h: Tensor, squares: Tensor, weight: Tensor, eps: float, multiplier: float, logits: Tensor, maxima: Tensor,
+    scale: Tensor | None = None, zero: Tensor | None = None,
+) -> None:  # fmt: skip
     """logits fp32 [B, V] = `project` times multiplier; maxima fp32 [B, M]: the largest of each block of logits."""
     if not _runs_kernel(h):
-        return project_logits_reference(h, squares, weight, eps, multiplier, logits, maxima)
-    return _project("logits", h, weight, logits, squares=squares, parts=maxima, eps=eps, multiplier=multiplier)
+        return project_logits_reference(h, squares, weight, eps, multiplier, logits, maxima, scale, zero)
+    return _project(
+        "logits", h, weight, scale, zero, logits, squares=squares, parts=maxima, eps=eps, multiplier=multiplier
+    )
 
 
 def project_logits_reference(
-    h: Tensor, squares: Tensor, weight: Tensor, eps: float, multiplier: float, logits: Tensor, maxima: Tensor
-) -> None:
-    logits.copy_(_product_reference(h, weight, None, squares, eps) * multiplier)
+    h: Tensor, squares: Tensor, weight: Tensor, eps: float, multiplier: float, logits: Tensor, maxima: Tensor,
+    scale: Tensor | None = None, zero: Tensor | None = None,
+) -> None:  # fmt: skip
+    logits.copy_(_product_reference(h, weight, None, squares, eps, scale, zero) * multiplier)
     maxima.copy_(_blocks(logits, maxima.shape[1], float("-inf")).amax(-1))
 
 

@@ -31,9 +31,24 @@ def unsupported(model: Transformer, state: DecodeState, device: torch.device) ->
         return f"the fused kernels do not know weights in {dtype}"
     if config.head_dim > 256:
         return f"the fused kernels serve head_dim up to 256, not {config.head_dim}"
-    linears = [module for module in model.modules() if module.__class__.__name__.endswith("Linear")]
-    other = next((type(module).__name__ for module in linears if type(module) is not Linear), None)
-    return other and f"the fused kernels do not know {other}"
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) or not hasattr(module, "in_features"):
+            continue
+        if not hasattr(module, "qweight"):
+            return f"the fused kernels do not know {type(module).__name__}"
+        weight, scale, _ = weights(module)
+        if weight.dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
+            return f"fp8 weights need compute capability 8.9, and {torch.cuda.get_device_name(device)} has less"
+        if weight.shape[1] % 4 or (weight.dtype == torch.uint8 and 2 * weight.shape[1] // scale.shape[1] % 32):
+            return f"the fused kernels do not serve the {weight.shape[1]} bytes of a row of {name}"
+    return None
+
+
+def weights(linear: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The weights as the kernels take them, with scales and perhaps zeros where they are quantised."""
+    if isinstance(linear, Linear):
+        return linear.weight, None, None
+    return linear.qweight, linear.scale, getattr(linear, "zero", None)
 
 
 class FusedStep(nn.Module):
@@ -62,16 +77,18 @@ class FusedStep(nn.Module):
         slots = model.layers[0].self_attn.cache.k.shape[2]
         splits = kernels.spread(kv_heads, dim, slots).splits
 
-        def blocks(outputs: int, inputs: int) -> int:
-            return -(-outputs // kernels.tile(outputs, inputs).rows)
+        def blocks(linear: nn.Module) -> int:
+            weight, scale, _ = weights(linear)
+            shape = kernels.tile(linear.out_features, linear.in_features, scheme=kernels.scheme(weight, scale))
+            return -(-linear.out_features // shape.rows)
 
         def add(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
             self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=weight.device), persistent=False)
 
         add("x", (1, hidden))  # the residual
         add("scaled", (1, hidden), weight.dtype)  # x * the gain of the norm that comes next
-        add("squares", (1, blocks(hidden, config.intermediate_size)))  # sums of x * x, as embed and down leave them
-        add("squares_between", (1, blocks(hidden, heads * dim)))  # as o leaves them
+        add("squares", (1, blocks(model.layers[0].mlp.down_proj)))  # sums of x * x, as embed and down leave them
+        add("squares_between", (1, blocks(model.layers[0].self_attn.o_proj)))  # as o leaves them
         add("qkv", (1, (heads + 2 * kv_heads) * dim))
         add("mixed", (1, heads * dim), weight.dtype)  # what attention returns
         add("partial", (kv_heads, splits, heads // kv_heads, dim))
@@ -79,8 +96,8 @@ class FusedStep(nn.Module):
         add("arrivals", (kv_heads,), torch.int32)
         add("inner", (1, config.intermediate_size), weight.dtype)  # what down reads
         add("logits", (1, vocab))
-        add("maxima", (1, blocks(vocab, hidden)))
-        add("listed", (1, blocks(vocab, hidden)), torch.int32)
+        add("maxima", (1, blocks(model.lm_head)))
+        add("listed", (1, blocks(model.lm_head)), torch.int32)
 
     def forward(self, sampler: str, kv_length: int | None = None) -> None:
         """`kv_length` is of no use here: the kernels read the positions."""
@@ -94,7 +111,8 @@ class FusedStep(nn.Module):
         for block, next_gain in zip(model.blocks(), gains[1:], strict=True):
             attention, mlp = block.self_attn, block.mlp
             project, output = attention.qkv_proj, attention.o_proj
-            kernels.project(scaled, squares, project.weight, project.bias, eps, self.qkv)
+            weight, *scales = weights(project)
+            kernels.project(scaled, squares, weight, project.bias, eps, self.qkv, *scales)
             kernels.attend(
                 self.qkv,
                 None if attention.q_norm is None else attention.q_norm.weight,
@@ -115,12 +133,16 @@ class FusedStep(nn.Module):
                 self.arrivals,
             )
             gain = block.post_attention_layernorm.weight
-            kernels.project_residual(self.mixed, output.weight, output.bias, gain, multiplier, x, scaled, between)
+            weight, *scales = weights(output)
+            kernels.project_residual(self.mixed, weight, output.bias, gain, multiplier, x, scaled, between, *scales)
             gate_up, down = mlp.gate_up_proj, mlp.down_proj
-            kernels.project_gated(scaled, between, gate_up.weight, gate_up.bias, eps, self.inner)
-            kernels.project_residual(self.inner, down.weight, down.bias, next_gain, multiplier, x, scaled, squares)
-        head = model.lm_head.weight
-        kernels.project_logits(scaled, squares, head, eps, 1.0 / config.logits_scaling, self.logits, self.maxima)
+            weight, *scales = weights(gate_up)
+            kernels.project_gated(scaled, between, weight, gate_up.bias, eps, self.inner, *scales)
+            weight, *scales = weights(down)
+            kernels.project_residual(self.inner, weight, down.bias, next_gain, multiplier, x, scaled, squares, *scales)
+        weight, *scales = weights(model.lm_head)
+        divisor = 1.0 / config.logits_scaling
+        kernels.project_logits(scaled, squares, weight, eps, divisor, self.logits, self.maxima, *scales)
         if sampler == "full":  # as generated code: it is asked for seldom
             state.advance(choose(sampler, self.logits, state.settings, state.position + 1, state.seen))
             return

@@ -231,6 +231,11 @@ SCHEMES = {torch.int8: "int8", torch.float8_e4m3fn: "fp8", torch.uint8: "int4"}
 UNITS = {"int8": 16, "fp8": 16, "int4": 32}
 
 
+def scheme(weight: Tensor, scale: Tensor | None) -> str:
+    """What the weights are packed as; "" where they are not."""
+    return "" if scale is None else SCHEMES[weight.dtype]
+
+
 def unpacked(weight: Tensor, scale: Tensor | None = None, zero: Tensor | None = None) -> Tensor:
     """fp32 [N, K], the weights that `weight` and its scales stand for."""
     if scale is None:
@@ -526,15 +531,15 @@ def _project(
     parts: Tensor | None = None, eps: float = 0.0, multiplier: float = 1.0,
 ) -> None:  # fmt: skip
     inputs, outputs = h.shape[1], out.shape[1]
-    scheme = "" if scale is None else SCHEMES[weight.dtype]
-    shape = tile(outputs, inputs, end == "gated", scheme)
-    words = weight.view(torch.int32) if scheme else weight
+    packing = scheme(weight, scale)
+    shape = tile(outputs, inputs, end == "gated", packing)
+    words = weight.view(torch.int32) if packing else weight
     groups = scale.shape[1] if scale is not None and scale.ndim == 2 else 0
     rows = shape.rows if parts is None else block_size(outputs, parts.shape[1])
     sums = 1 if squares is None else squares.shape[1]
     _launch(
         _project_kernel, -(-outputs // rows), h, squares, words, scale, zero, bias, gain, x, out, parts, eps,
-        multiplier, END=end, SCHEME=scheme, N=outputs, K=inputs, WORDS=words.shape[1],
+        multiplier, END=end, SCHEME=packing, N=outputs, K=inputs, WORDS=words.shape[1],
         GROUP=2 * weight.shape[1] // groups if groups else 0, GROUPS=groups,
         SQUARES=sums, SQUARES_PADDED=power_of_two(sums), ROWS=rows, COLUMNS=shape.columns,
         AHEAD=min(shape.ahead, -(-inputs // shape.columns)), num_warps=shape.warps,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import quantize
 import torch
 
+import quantize
 from bench import rows
 from engine import COMPILE_MODES, DEFAULT_SAMPLING, Generator, SamplingParams
 from generate import CAPACITY_STEP, load_model, random_model
@@ -31,6 +31,14 @@ def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return values
 
 
+def precision(text: str) -> str:
+    """An argparse type: what rows call a precision. "int4" means groups of 64: "int4-g64"."""
+    mode, _, group = text.partition("-g")
+    if text != "none" and (mode not in quantize.MODES or (group and (mode != "int4" or not group.isdigit()))):
+        raise argparse.ArgumentTypeError(f"unknown precision {text!r}: none, {', '.join(quantize.MODES)} or int4-g128")
+    return f"int4-g{quantize.DEFAULT_GROUP_SIZE}" if text == "int4" else text
+
+
 def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """The options that the benches of a model share."""
     result = rows.parser(name, doc)
@@ -47,7 +55,7 @@ def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
 def add_quantize_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize",
-        type=listed(str),
+        type=listed(precision),
         default=["none"],
         metavar="MODE,...",
         help="quantise in memory: none, int8, fp8, int4 or int4-g128 (groups of 128)",
@@ -99,29 +107,22 @@ class Subject:
 
 def load(options: argparse.Namespace, quantization: str = "none", checkpoint: Path | None = None) -> Subject:
     """The model that the options name (or the given checkpoint), freshly built: a compiled Generator changes its model.
-    Raises ValueError for a precision that does not exist."""
-    mode, group_size = parse_quantization(quantization)
+    Raises ValueError for a model that cannot be had."""
+    mode, _, group = quantization.partition("-g")
+    recipe = (None, None) if mode == "none" else (mode, int(group) if group else None)
     place = {"device": options.device, "dtype": options.dtype}
     checkpoint = checkpoint or options.checkpoint
     if checkpoint is None:
-        model = random_model(options.random, **place, quantize_mode=mode, group_size=group_size)
+        model = random_model(options.random, **place, quantize_mode=recipe[0], group_size=recipe[1])
         return Subject(options.random, model, quantization)
     loaded = load_model(checkpoint, **place)
     if loaded.checkpoint.quantization is not None:
-        if mode is not None:
+        if mode != "none":
             raise ValueError(f"{checkpoint}: quantised already, so --quantize cannot apply")
         quantization = quantize.label(loaded.checkpoint.quantization)
-    elif mode is not None:
-        quantize.quantize_in_memory(loaded.model, mode, group_size)
+    elif mode != "none":
+        quantize.quantize_in_memory(loaded.model, *recipe)
     return Subject(checkpoint.resolve().name, loaded.model, quantization, loaded.tokenizer)
-
-
-def parse_quantization(text: str) -> tuple[str | None, int | None]:
-    """ "int4-g128" -> ("int4", 128), "none" -> (None, None). Raises ValueError."""
-    mode, _, group = text.partition("-g")
-    if text != "none" and (mode not in quantize.MODES or (group and not group.isdigit())):
-        raise ValueError(f"unknown precision {text!r}: none, {', '.join(quantize.MODES)}, or int4-g128 and the like")
-    return (None, None) if text == "none" else (mode, int(group) if group else None)
 
 
 def capacity(options: argparse.Namespace, positions: int, limit: int) -> int:
@@ -161,9 +162,13 @@ def random_prompts(model: Transformer, batch: int, length: int) -> list[list[int
 
 
 def weight_bytes(model: Transformer) -> int:
-    """Of all weights, the embedding table included, a shared tensor once."""
-    tensors = {tensor.data_ptr(): tensor for tensor in model.named_targets().values()}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    """Of all weights as they lie in memory, the embedding table included, a shared tensor once."""
+    tensors = {
+        tensor.data_ptr(): tensor.numel() * tensor.element_size()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if ".cache." not in name and not name.startswith("rope.")
+    }
+    return sum(tensors.values())
 
 
 def pairs(first: Sequence[int], second: Sequence[int], names: str) -> list[tuple[int, int]]:

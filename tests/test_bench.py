@@ -1,5 +1,6 @@
 """The benches' arithmetic, rows, tables and refusals; a whole run of each on a tiny random model. Nothing is timed."""
 
+import argparse
 import importlib.util
 import json
 import math
@@ -230,13 +231,12 @@ def test_lists_pair_up_or_are_refused() -> None:
         workload.pairs([1, 2], [1, 2, 3], "x")
 
 
-def test_a_precision_is_a_mode_and_a_group_size() -> None:
-    assert workload.parse_quantization("none") == (None, None)
-    assert workload.parse_quantization("int8") == ("int8", None)
-    assert workload.parse_quantization("int4-g128") == ("int4", 128)
-    for wrong in ("int3", "int4-gx", ""):
-        with pytest.raises(ValueError, match="unknown precision"):
-            workload.parse_quantization(wrong)
+def test_a_precision_is_named_as_rows_name_it() -> None:
+    assert [workload.precision(text) for text in ("none", "int8", "int4-g128")] == ["none", "int8", "int4-g128"]
+    assert workload.precision("int4") == "int4-g64"
+    for wrong in ("int3", "int4-gx", "int8-g64", ""):
+        with pytest.raises(argparse.ArgumentTypeError, match="unknown precision"):
+            workload.precision(wrong)
 
 
 def test_weight_bytes_count_a_tied_head_once(tiny: Transformer) -> None:

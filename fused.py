@@ -31,22 +31,24 @@ def unsupported(model: Transformer, state: DecodeState, device: torch.device) ->
         return f"the fused kernels do not know weights in {dtype}"
     if config.head_dim > 256:
         return f"the fused kernels serve head_dim up to 256, not {config.head_dim}"
-    for name, module in model.named_modules():
-        if isinstance(module, Linear) or not hasattr(module, "in_features"):
-            continue
-        if not hasattr(module, "qweight"):
-            return f"the fused kernels do not know {type(module).__name__}"
-        weight, scale, _ = weights(module)
-        if weight.dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < (8, 9):
-            return f"fp8 weights need compute capability 8.9, and {torch.cuda.get_device_name(device)} has less"
-        if weight.shape[1] % 4 or (weight.dtype == torch.uint8 and 2 * weight.shape[1] // scale.shape[1] % 32):
-            return f"the fused kernels do not serve the {weight.shape[1]} bytes of a row of {name}"
+    linears = [module for module in model.modules() if type(module).__name__.endswith("Linear")]
+    other = next((type(module).__name__ for module in linears if not isinstance(module, Linear)), None)
+    return f"the fused kernels do not know {other}" if other else _unsupported_weights(linears, device)
+
+
+def _unsupported_weights(linears: list[Linear], device: torch.device) -> str | None:
+    packed = [linear for linear in linears if weights(linear)[1] is not None]
+    if any(linear.qweight.shape[1] % 4 for linear in packed):
+        return "the fused kernels serve quantised rows of a multiple of 4 bytes"
+    fp8 = any(linear.qweight.dtype == torch.float8_e4m3fn for linear in packed)
+    if fp8 and torch.cuda.get_device_capability(device) < (8, 9):
+        return f"fp8 weights need compute capability 8.9, and {torch.cuda.get_device_name(device)} has less"
     return None
 
 
-def weights(linear: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def weights(linear: Linear) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The weights as the kernels take them, with scales and perhaps zeros where they are quantised."""
-    if isinstance(linear, Linear):
+    if not hasattr(linear, "qweight"):
         return linear.weight, None, None
     return linear.qweight, linear.scale, getattr(linear, "zero", None)
 
@@ -77,7 +79,7 @@ class FusedStep(nn.Module):
         slots = model.layers[0].self_attn.cache.k.shape[2]
         splits = kernels.spread(kv_heads, dim, slots).splits
 
-        def blocks(linear: nn.Module) -> int:
+        def blocks(linear: Linear) -> int:
             weight, scale, _ = weights(linear)
             shape = kernels.tile(linear.out_features, linear.in_features, scheme=kernels.scheme(weight, scale))
             return -(-linear.out_features // shape.rows)

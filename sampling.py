@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SAMPLERS = ("greedy", "top_k", "full")
-_ARGMAX_BLOCK = 1024
+_BLOCK = 1024
 INVALID = -2  # the "id" drawn where no token can be: the logits hold NaN, or nothing but -inf
 
 
@@ -46,11 +46,15 @@ def first_of_largest(x: Tensor) -> Tensor:
     """argmax of x [B, V]: the lowest index of equals; NaN counts as largest. -> int64 [B]."""
     if not x.is_cuda:
         return x.argmax(dim=-1)
-    # Inductor splits sums and maxima over the GPU, but leaves an argmax to one program (63 us at V = 128k): split by
-    # hand.
-    blocks = F.pad(x, (0, -x.shape[-1] % _ARGMAX_BLOCK), value=float("-inf")).unflatten(-1, (-1, _ARGMAX_BLOCK))
+    blocks = in_blocks(x, float("-inf"))
     block = blocks.amax(dim=-1).argmax(dim=-1, keepdim=True)
-    return (block * _ARGMAX_BLOCK + blocks.argmax(dim=-1).gather(-1, block)).squeeze(-1)
+    return (block * _BLOCK + blocks.argmax(dim=-1).gather(-1, block)).squeeze(-1)
+
+
+def in_blocks(x: Tensor, filler: float) -> Tensor:
+    """x [..., V] -> [..., blocks, _BLOCK]: a reduction in two steps. Inductor leaves an argmax over the vocabulary
+    to one program (63 us at V = 128k on an H200) and splits a few counts over too few (20 us a pass)."""
+    return F.pad(x, (0, -x.shape[-1] % _BLOCK), value=filler).unflatten(-1, (-1, _BLOCK))
 
 
 def scores(kind: str, logits: Tensor, settings: Settings, position: Tensor, seen: Tensor) -> Tensor:
@@ -91,6 +95,7 @@ def at_least_kth(x: Tensor, k: Tensor) -> Tensor:
     return keys >= largest_threshold(keys, None, k.clamp(1, x.shape[-1])).unsqueeze(-1)
 
 
+_LEAST = -(1 << 31)
 MASS_ONE = 1 << 30  # masses are integers, so that their sum does not depend on the order of addition
 
 
@@ -111,15 +116,18 @@ def largest_threshold(keys: Tensor, weights: Tensor | None, wanted: Tensor, bits
     fixes the next `bits` bits by trying all their values at once. One bit a pass is the least work, which is best on
     CPU; a GPU has lanes to spare, and passes cost it launches."""
     bits = bits or (4 if keys.is_cuda else 1)
-    found = torch.full_like(wanted, -(1 << 31), dtype=torch.int32)
-    values = torch.arange(1, 1 << bits, dtype=torch.int32, device=keys.device)
+    found = torch.full_like(wanted, _LEAST, dtype=torch.int32)
+    values = torch.arange(1, 1 << bits, dtype=torch.int64, device=keys.device)
+    keys = in_blocks(keys, _LEAST) if keys.is_cuda else keys.unsqueeze(1)  # [B, blocks, N]; the filler is never counted
+    if weights is not None:
+        weights = in_blocks(weights, 0) if keys.is_cuda else weights.unsqueeze(1)
+        weights = weights.unsqueeze(1)
     for shift in range(32 - bits, -1, -bits):
-        # Exclusive or stands for a sum that wraps: C++ may do what it likes with an int32 sum that overflows, and did.
-        trials = found.unsqueeze(-1) ^ (values << shift)  # [B, 2**bits - 1]
-        above = keys.unsqueeze(1) >= trials.unsqueeze(-1)
-        reached = (above if weights is None else weights.unsqueeze(1) * above).sum(dim=-1)
+        trials = found.unsqueeze(-1) + (values << shift).to(torch.int32)  # [B, 2**bits - 1]; wraps as it should
+        above = keys.unsqueeze(1) >= trials[:, :, None, None]  # [B, 2**bits - 1, blocks, N]
+        reached = (above if weights is None else weights * above).sum(dim=-1).sum(dim=-1)
         fitting = (reached >= wanted.unsqueeze(-1)).sum(dim=-1)  # reached falls as trials rise
-        found = found ^ (fitting.to(torch.int32) << shift)
+        found = found + (fitting << shift).to(torch.int32)
     return found
 
 
@@ -137,13 +145,17 @@ def row_keys(seed: Tensor, position: Tensor) -> Tensor:
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     """keys int32 [B, 2], token_ids [N] -> standard Gumbel noise fp32 [B, N], in (-2.9, 16.7): never infinite."""
-    mixed = finalize(token_ids.to(torch.int32) * _GOLDEN + keys[:, :1])
+    # The product in int64, where it fits: of an int32 one Inductor makes a sequence whose steps overflow, which C++
+    # takes for a loop that ends early.
+    spread = ((token_ids * (_GOLDEN & _WORD)) & _WORD).to(torch.int32)
+    mixed = finalize(spread + keys[:, :1])
     mixed = finalize(mixed ^ keys[:, 1:])
     uniform = (((mixed >> 9) & 0x7FFFFF).float() + 0.5) * 2.0**-23  # 24 bits: exact, and neither 0 nor 1
     return -(-uniform.log()).log()
 
 
 _GOLDEN = 0x9E3779B9 - (1 << 32)  # 2**32 / golden ratio, as int32
+_WORD = 0xFFFFFFFF
 _SECOND_KEY = 0x5BD1E995
 _MIX = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
 

@@ -58,7 +58,7 @@ class SlicedAttention:
         k, v = k[:, :, :length], v[:, :, :length]
         if q.shape[2] == 1:  # the heads that share a KV head become the queries of one head
             grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[3])
-            return F.scaled_dot_product_attention(grouped, k, v, mask, scale=scale).view(q.shape)
+            return F.scaled_dot_product_attention(grouped, k, v, mask, scale=scale).reshape(q.shape)
         return F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )

@@ -117,17 +117,18 @@ def largest_threshold(keys: Tensor, weights: Tensor | None, wanted: Tensor, bits
     CPU; a GPU has lanes to spare, and passes cost it launches."""
     bits = bits or (4 if keys.is_cuda else 1)
     found = torch.full_like(wanted, _LEAST, dtype=torch.int32)
-    values = torch.arange(1, 1 << bits, dtype=torch.int64, device=keys.device)
+    values = torch.arange(1, 1 << bits, dtype=torch.int32, device=keys.device)
     keys = in_blocks(keys, _LEAST) if keys.is_cuda else keys.unsqueeze(1)  # [B, blocks, N]; the filler is never counted
     if weights is not None:
         weights = in_blocks(weights, 0) if keys.is_cuda else weights.unsqueeze(1)
         weights = weights.unsqueeze(1)
     for shift in range(32 - bits, -1, -bits):
-        trials = found.unsqueeze(-1) + (values << shift).to(torch.int32)  # [B, 2**bits - 1]; wraps as it should
+        # Exclusive or stands for a sum that wraps: C++ may do what it likes with an int32 sum that overflows, and did.
+        trials = found.unsqueeze(-1) ^ (values << shift)  # [B, 2**bits - 1]
         above = keys.unsqueeze(1) >= trials[:, :, None, None]  # [B, 2**bits - 1, blocks, N]
         reached = (above if weights is None else weights * above).sum(dim=-1).sum(dim=-1)
         fitting = (reached >= wanted.unsqueeze(-1)).sum(dim=-1)  # reached falls as trials rise
-        found = found + (fitting << shift).to(torch.int32)
+        found = found ^ (fitting.to(torch.int32) << shift)
     return found
 
 

@@ -185,8 +185,31 @@ TILES: dict[tuple[int, int, bool], Tile] = {
 }
 
 
-# The same with packed weights.
-PACKED_TILES: dict[tuple[str, int, int, bool], Tile] = {}
+# The same with packed weights, by their scheme first.
+PACKED_TILES: dict[tuple[str, int, int, bool], Tile] = {
+    ("int8", 14336, 4096, True): Tile(4, 2048, 4),  # Llama 3.1 8B
+    ("int8", 4096, 14336, False): Tile(8, 8192, 8),
+    ("int8", 128256, 4096, False): Tile(16, 4096, 8),
+    ("int8", 6144, 4096, False): Tile(8, 2048, 4),
+    ("int8", 4096, 4096, False): Tile(4, 2048, 4),
+    ("fp8", 14336, 4096, True): Tile(4, 2048, 4),
+    ("fp8", 4096, 14336, False): Tile(8, 4096, 4),
+    ("fp8", 128256, 4096, False): Tile(16, 4096, 8),
+    ("fp8", 6144, 4096, False): Tile(8, 2048, 2),
+    ("fp8", 4096, 4096, False): Tile(4, 2048, 4),
+    ("int4", 14336, 4096, True): Tile(8, 4096, 4),
+    ("int4", 4096, 14336, False): Tile(8, 4096, 4),
+    ("int4", 6144, 4096, False): Tile(8, 2048, 2),
+    ("int4", 4096, 4096, False): Tile(16, 4096, 4),
+    ("int8", 2048, 8192, False): Tile(4, 4096, 8),  # Llama 3.2 1B
+    ("int8", 128256, 2048, False): Tile(16, 2048, 4),
+    ("int8", 2048, 2048, False): Tile(4, 2048, 4),
+    ("fp8", 2048, 8192, False): Tile(4, 4096, 4),
+    ("fp8", 128256, 2048, False): Tile(16, 2048, 4),
+    ("fp8", 2048, 2048, False): Tile(4, 2048, 4),
+    ("int4", 2048, 8192, False): Tile(4, 4096, 4),
+    ("int4", 2048, 2048, False): Tile(4, 2048, 2),
+}
 
 
 def tile(outputs: int, inputs: int, gated: bool = False, scheme: str = "") -> Tile:

@@ -128,7 +128,7 @@ def empty_caches() -> Iterator[None]:
 def compile_times(options: argparse.Namespace, quantization: str, decoder: str, batch: int) -> dict[str, Any]:
     """Seconds to compile with the caches as they are and again with what that left in them, each in a new process, and
     what two traced steps of the second showed."""
-    source = ["--random", options.random] if options.random else ["--checkpoint", str(options.checkpoint)]
+    source = ["--random", options.random] if options.random else ["--checkpoint", str(options.checkpoint.resolve())]
     chosen = {
         "device": options.device,
         "dtype": options.dtype,

@@ -286,7 +286,7 @@ class Generator:
                 call()  # replay
                 self.synchronize()
         except torch._dynamo.exc.TorchDynamoException as error:
-            raise RuntimeError(f"the {what} did not compile: {_first_line(error)}") from error
+            raise RuntimeError(f"the {what} did not compile: {_in_a_line(error)}") from error
         now = time.perf_counter()
         took = now - began
         self.compile_s += took
@@ -387,10 +387,16 @@ class Generator:
     ) -> "Run":
         """Prefill the prompts and return the generation, to be iterated. reuse: keep what a row's cache already
         holds of its prompt (the turns of a conversation). Raises ValueError for prompts that cannot be served."""
-        if not 1 <= len(prompts) <= self.batch:
-            raise ValueError(f"{len(prompts)} prompts: this generator serves 1 to {self.batch}")
         if max_new_tokens < 1:
             raise ValueError(f"max-new-tokens must be 1 or more, not {max_new_tokens}")
+        with self._at_work():
+            self._check(prompts)
+            return self._start(prompts, params.with_seed(), max_new_tokens, ignore_eos, reuse)
+
+    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Refuse what cannot be prefilled."""
+        if not 1 <= len(prompts) <= self.batch:
+            raise ValueError(f"{len(prompts)} prompts: this generator serves 1 to {self.batch}")
         vocab = self.model.config.vocab_size
         for prompt in prompts:
             if not prompt:
@@ -399,8 +405,6 @@ class Generator:
                 raise ValueError(f"the prompt has {len(prompt)} tokens, the context {self.capacity}")
             if not 0 <= min(prompt) <= max(prompt) < vocab:
                 raise ValueError(f"a prompt id lies outside the vocabulary of {vocab}")
-        with self._at_work():
-            return self._start(prompts, params.with_seed(), max_new_tokens, ignore_eos, reuse)
 
     def _start(
         self,
@@ -687,5 +691,7 @@ def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     return min(len(left), len(right))
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _in_a_line(error: BaseException) -> str:
+    """The beginning of the compiler's message, which goes on for pages; its first line often ends with a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2])[:300] or type(error).__name__

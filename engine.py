@@ -101,8 +101,9 @@ class Generator:
 
     compile: torch.compile for the decode step; None: where there is CUDA. kernels: "inductor", "triton" (this
     project's) or "auto". compile_prefill: also prefill, once per chunk size. allow_no_graphs: a run whose CUDA
-    graphs were skipped is reported and not refused. backend: of torch.compile; any but Inductor's is for tests.
-    note: receives a line now and then (compilation takes a while).
+    graphs were skipped is reported and not refused. project_settings: False leaves Inductor as the mode sets it, and
+    products to the libraries. backend: of torch.compile; any but Inductor's is for tests. note: receives a line now
+    and then (compilation takes a while).
 
     Raises ValueError for settings that cannot be served, RuntimeError when graphs were asked for and did not run.
     """
@@ -120,6 +121,7 @@ class Generator:
         compile_prefill: bool = False,
         allow_no_graphs: bool = False,
         rotary_length: int | None = None,
+        project_settings: bool = True,
         backend: str = "inductor",
         note: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
     ) -> None:
@@ -154,11 +156,13 @@ class Generator:
             )
         self.compile_mode = compile_mode if compiled else None
         self._backend = backend
-        self.options = inductor_options(self.device, compile_mode) if compiled and backend == "inductor" else None
+        self.options = None
+        if compiled and backend == "inductor":
+            self.options = inductor_options(self.device, compile_mode, project_settings)
         self._compiled_steps: dict[str, Callable[[str, Tensor | None], None]] = {}
         self._compiled_prefills: dict[int, Callable[[Tensor, Tensor, Tensor | None], None]] = {}
         self._compiles_prefill = compiled and compile_prefill
-        self._choose_forms(compiled)
+        self._choose_forms(compiled, project_settings)
         self._captures = compiled and self.device.type == "cuda" and captures_graphs(compile_mode)
         self._watch = GraphWatch(self.device, expect_graphs=self._captures)
         self._reader = _TokenReader(self.state, self.device)
@@ -181,14 +185,14 @@ class Generator:
             self._note(f"kernels: inductor, since triton's do not serve this: {reason}")
         return "compiled"
 
-    def _choose_forms(self, compiled: bool) -> None:
+    def _choose_forms(self, compiled: bool, reductions: bool) -> None:
         """Swap in the forms that Inductor compiles well, or the plain ones, since another Generator may have had the
         model before; the numbers stay the same up to rounding."""
         forms: dict[str, type[CacheAttention]] = {"cuda": FlexAttention, "cpu": ReducedAttention} if compiled else {}
         self.model.attention = forms.get(self.device.type, SlicedAttention)()
         for module in self.model.modules():
             if isinstance(module, Linear):
-                module.as_reduction = compiled
+                module.as_reduction = compiled and reductions
 
     # --- Prefill
 
@@ -656,11 +660,11 @@ def captures_graphs(compile_mode: str) -> bool:
     return compile_mode in ("reduce-overhead", "max-autotune")
 
 
-def inductor_options(device: torch.device, compile_mode: str) -> dict[str, Any]:
+def inductor_options(device: torch.device, compile_mode: str, project_settings: bool = True) -> dict[str, Any]:
     """Inductor's settings for one compiled function: the mode's own, and this project's with the reason for each.
     torch.compile takes either a mode or options, hence the mode is spelled out here."""
     options = dict(torch._inductor.list_mode_options(compile_mode))
-    if device.type == "cuda":
+    if device.type == "cuda" and project_settings:
         options["coordinate_descent_tuning"] = True  # tile shapes of the GEMV loops
         if torch.cuda.get_device_capability(device) >= (9, 0) and torch.version.hip is None:
             options["triton.enable_pdl"] = True  # a kernel starts while the one before drains

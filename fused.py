@@ -114,7 +114,10 @@ class FusedStep(nn.Module):
             attention, mlp = block.self_attn, block.mlp
             project, output = attention.qkv_proj, attention.o_proj
             weight, *scales = weights(project)
-            kernels.project(scaled, squares, weight, project.bias, eps, self.qkv, *scales)
+            k_cache, v_cache, window = attention.cache.k, attention.cache.v, attention.window or 0
+            kernels.project(
+                scaled, squares, weight, project.bias, eps, self.qkv, *scales, state.position, k_cache, v_cache, window
+            )
             kernels.attend(
                 self.qkv,
                 None if attention.q_norm is None else attention.q_norm.weight,
@@ -123,11 +126,11 @@ class FusedStep(nn.Module):
                 model.rope.sin if attention.rotary else None,
                 state.position,
                 state.done,
-                attention.cache.k,
-                attention.cache.v,
+                k_cache,
+                v_cache,
                 attention.scale,
                 eps,
-                attention.window or 0,
+                window,
                 model.capacity,
                 self.mixed,
                 self.partial,

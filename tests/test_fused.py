@@ -68,10 +68,13 @@ def begin(model: Transformer, prompt: list[int], slots: int = CAPACITY, **settin
     return state
 
 
-@torch.no_grad()
 def compare_steps(config: ModelConfig, sampler: str, steps: int, prompt: list[int], **settings: float) -> None:
+    compare_steps_of(model_of(config), sampler, steps, prompt, **settings)
+
+
+@torch.no_grad()
+def compare_steps_of(model: Transformer, sampler: str, steps: int, prompt: list[int], **settings: float) -> None:
     """Both steps, from the same state on, leave the same tokens and the same caches."""
-    model = model_of(config)
     left = []
     for step in (DecodeStep, FusedStep):
         state = begin(model, prompt, **settings)
@@ -246,17 +249,23 @@ def test_a_thousand_replays_are_equal() -> None:
     assert equal
 
 
+MIXED = replace(MEDIUM, qk_norm=True, sliding_windows=(16, None, 16, 3), num_attention_heads=6)
+
+
 @pytest.mark.gpu
 def test_the_eager_decoder_draws_the_same_tokens() -> None:
+    hold_against_eager(lambda: model_of(MIXED, torch.bfloat16))
+
+
+def hold_against_eager(make: Callable[[], Transformer]) -> None:
     """Teacher-forced: where the eager decoder would choose otherwise, both choices are all but equally good."""
-    config = replace(MEDIUM, qk_norm=True, sliding_windows=(16, None, 16, 3), num_attention_heads=6)
-    model = model_of(config, torch.bfloat16)
+    model = make()
     params, prompt = SamplingParams(temperature=0.8, top_k=50, seed=3), list(range(40, 60))
     with Generator(model, kernels="triton", max_seq_len=256) as generator:
         assert generator.decoder == "fused"
         ours = generator.generate_ids([prompt], max_new_tokens=100, params=params, ignore_eos=True)[0].tokens
         assert generator.graphs == "verified"
-    model = model_of(config, torch.bfloat16)  # closing a Generator frees its model; these weights are the same
+    model = make()  # closing a Generator frees its model; these weights are the same
     state = begin(model, prompt, slots=256, temperature=0.8, top_k=50, seed=3)
     step, differing = DecodeStep(model, state), 0
     for position, chosen in enumerate(ours, len(prompt) - 1):

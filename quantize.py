@@ -282,19 +282,17 @@ class QuantizedLinear(Linear):
     def forward(self, x: Tensor, rows: slice = slice(None)) -> Tensor:
         bias = None if self.bias is None else self.bias[rows]
         if self.reduces(x):
-            y = self._reduction(x.reshape(-1), rows)
+            y = self._reduction(self._filled(x.reshape(-1).float()), rows)
             y = (y if bias is None else y + bias).to(x.dtype)
         else:
-            y = self._product(x.reshape(-1, self.in_features))[:, rows]
+            y = self._product(self._filled(x.reshape(-1, self.in_features)))[:, rows]
             y = y if bias is None else y + bias
         return y.view(*x.shape[:-1], -1)
 
     def _reduction(self, x: Tensor, rows: slice) -> Tensor:
-        """One row as a product and a sum, x [K] -> fp32 [N]: Inductor makes one loop of it that streams the codes. x is
-        stored as fp32 by as_strided; it would be converted again for every output otherwise."""
+        """One row as a product and a sum, x fp32 [padded K] -> fp32 [N]: Inductor makes one loop of it that streams the
+        codes. as_strided makes it store x, which would be computed anew for every output otherwise."""
         codes, scale = self.qweight[rows], self.scale[rows].float()
-        padding = self.scheme.padded(self.in_features) - self.in_features
-        x = F.pad(x.float(), (0, padding)) if padding else x.float()
         if self.scheme.mode == "int8":
             return (codes.float() * _kept(x)).sum(-1) * scale
         if self.scheme.mode == "fp8":
@@ -309,10 +307,9 @@ class QuantizedLinear(Linear):
         return (terms * scale.unsqueeze(-1)).sum((1, 2))
 
     def _product(self, x: Tensor) -> Tensor:
-        """x [M, K] -> [M, N]: by torch's own operators for codes on CPUs where they are the fastest, else of codes
+        """x [M, padded K] -> [M, N]: by torch's own operators for codes on CPUs where they are the fastest, else of codes
         turned into weights."""
         if self.packed:
-            x = F.pad(x, (0, self.scheme.padded(self.in_features) - self.in_features))
             group = self.scheme.group_size
             return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.qweight, group, self.scale)
         aligned = x.device.type == "cpu" and x.dtype == torch.bfloat16 and self.in_features % 16 == 0
@@ -320,7 +317,12 @@ class QuantizedLinear(Linear):
             return torch.ops.aten._weight_int8pack_mm(x.contiguous(), self.qweight, self.scale)
         if self.scheme.mode == "int8" and x.dtype != torch.float16:  # codes are exact in bf16, and one pass less
             return F.linear(x, self.qweight.to(x.dtype)) * self.scale.to(x.dtype)
-        return F.linear(x, dequantize(self.stored, x.dtype, self.in_features))
+        return F.linear(x, dequantize(self.stored, x.dtype, x.shape[1]))
+
+    def _filled(self, x: Tensor) -> Tensor:
+        """Zeros up to whole groups."""
+        padding = self.scheme.padded(self.in_features) - self.in_features
+        return F.pad(x, (0, padding)) if padding else x
 
     def pack(self, dtype: torch.dtype) -> None:
         """Lay codes out for activations of this dtype: on CPUs, int4 codes as torch's operator wants them."""

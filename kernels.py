@@ -957,6 +957,17 @@ def _listed(i, blocks, listed, logits, top, heat, UNIT: tl.constexpr, ENTRIES: t
 
 
 @jit
+def _better(ids, scaled, low, dropped, least, cold, key, at, chosen, score, V: tl.constexpr):
+    """The token with the best score, noise added, of these that are left, and of `chosen` with its `score`."""
+    noisy = tl.where(cold, scaled, scaled + _gumbel(key, at + 1, ids))
+    left = (scaled >= low) & (scaled > dropped) & (scaled >= least) & (ids < V)
+    best = tl.max(tl.where(left, noisy, float("-inf")))
+    of_best = tl.min(tl.where(left & (noisy == best), ids, V - 1))
+    better = (best > score) | ((best == score) & (of_best < chosen))
+    return tl.where(better, of_best, chosen), tl.where(better, best, score)
+
+
+@jit
 def _select_kernel(
     logits, maxima, listed, temperature, top_k, min_p, seed, token, position, done, limit, ring, count, eos, seen,
     GREEDY: tl.constexpr, V: tl.constexpr, M: tl.constexpr, M_PADDED: tl.constexpr, UNIT: tl.constexpr,
@@ -1000,35 +1011,20 @@ def _select_kernel(
         hit = finite & (peaks >= low)
         tl.store(listed + tl.cumsum(hit.to(tl.int32), 0) - 1, block, mask=hit)
         tl.debug_barrier()
-        # The threshold: the largest that k logits reach, or any that exactly k do.
-        _, nearest = _listed(0, blocks, listed, logits, top, heat, UNIT, ENTRIES, V)  # all there are, most often
-        if (k >= blocks) & (k < V):
-            low = tl.min(tl.where(nearest > float("-inf"), nearest, 0.0))
+        # What would be drawn from all that reach the bound is drawn from the k largest if it is one of them: if less
+        # than k are larger. Else it and all that are no larger drop out.
+        own_ids, own = _listed(0, blocks, listed, logits, top, heat, UNIT, ENTRIES, V)  # all there are, most often
+        chosen, score, dropped, larger = 0, 0.0, float("-inf"), k
+        while (larger >= k) & (score > float("-inf")):
+            chosen, score = _better(own_ids, own, low, dropped, least, cold, key, at, 0, float("-inf"), V)
+            for i in range(ENTRIES, blocks, ENTRIES):
+                ids, scaled = _listed(i, blocks, listed, logits, top, heat, UNIT, ENTRIES, V)
+                chosen, score = _better(ids, scaled, low, dropped, least, cold, key, at, chosen, score, V)
+            dropped = tl.div_rn(tl.load(logits + chosen) - top, heat)
+            larger = tl.sum((own > dropped).to(tl.int32))
             for i in range(ENTRIES, blocks, ENTRIES):
                 _, scaled = _listed(i, blocks, listed, logits, top, heat, UNIT, ENTRIES, V)
-                low = tl.minimum(low, tl.min(tl.where(scaled > float("-inf"), scaled, 0.0)))
-        middle, high, reached = 0.0, 1.0, V
-        while (k < V) & (reached != k) & (low < middle) & (middle < high) & (low < 0):
-            above = tl.sum((nearest >= middle).to(tl.int32))
-            for i in range(ENTRIES, blocks, ENTRIES):
-                _, scaled = _listed(i, blocks, listed, logits, top, heat, UNIT, ENTRIES, V)
-                above += tl.sum((scaled >= middle).to(tl.int32))
-            low, reached, high = (
-                tl.where(above >= k, middle, low),
-                tl.where(above >= k, above, reached),
-                tl.where(above >= k, high, middle),
-            )
-            middle = (low + high) * 0.5
-        chosen, best_score = 0, float("-inf")
-        for i in range(0, blocks, ENTRIES):
-            ids, scaled = _listed(i, blocks, listed, logits, top, heat, UNIT, ENTRIES, V)
-            score = tl.where(cold, scaled, scaled + _gumbel(key, at + 1, ids))
-            kept = (scaled >= low) & (scaled >= least) & (ids < V)
-            score = tl.where(kept, score, float("-inf"))
-            best = tl.max(score)
-            of_best = tl.min(tl.where(kept & (score == best), ids, V - 1))
-            better = (best > best_score) | ((best == best_score) & (of_best < chosen))
-            chosen, best_score = tl.where(better, of_best, chosen), tl.where(better, best, best_score)
+                larger += tl.sum((scaled > dropped).to(tl.int32))
 
     # As `DecodeState.advance`.
     tl.store(ring + steps % RING, tl.where(over, -1, tl.where(possible, chosen, INVALID)))
@@ -1062,7 +1058,7 @@ def select(
     padded = power_of_two(blocks)
     _launch(
         _select_kernel, 1, logits, maxima, listed, temperature, top_k, min_p, seed, token, position, done, limit, ring,
-        count, eos, seen, GREEDY=greedy, V=vocab, M=blocks, M_PADDED=padded, UNIT=unit, ENTRIES=max(1, 4096 // unit),
+        count, eos, seen, GREEDY=greedy, V=vocab, M=blocks, M_PADDED=padded, UNIT=unit, ENTRIES=min(256, padded),
         RING=ring.shape[0], EOS=eos.shape[0], INVALID=INVALID, num_warps=min(32, max(4, padded // 512)),
     )  # fmt: skip
     return None

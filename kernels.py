@@ -698,7 +698,8 @@ def project_logits_reference(
 
 class Spread(NamedTuple):
     """How the slots of one KV head are spread over programs: at most `splits` of them, each with `least` slots or more,
-    `block` at a time."""
+    `block` at a time; with `stages` above 1 the blocks come through shared memory, so many of them at once. What a
+    program will read is asked for in pieces of `piece` bytes."""
 
     splits: int
     least: int = 256
@@ -709,7 +710,10 @@ class Spread(NamedTuple):
 
 
 def spread(heads: int, dim: int, slots: int) -> Spread:
-    """For this many KV heads of this head_dim: about one program a multiprocessor, or two."""
+    """For this many KV heads of this head_dim. Long caches have two programs or more on a multiprocessor, each with
+    few registers; short ones, one with all the data in registers."""
+    if slots > 2048 and 64 < dim <= 128:
+        return Spread(max(1, min(32, power_of_two(256 // heads or 1))), block=64, warps=4, stages=2)
     splits = max(1, min(32 if dim <= 64 else 16, power_of_two(128 // heads or 1), -(-slots // 256)))
     return Spread(splits, block=128 if dim <= 128 else 64, warps=4 if dim <= 64 else 8)
 

@@ -11,22 +11,37 @@ makes text of them, the command line prints it.
 """
 
 import argparse
+import io
+import itertools
 import json
+import os
 import random
 import shlex
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import quantize
 import torch
 
+import quantize
 import tracing
 from checkpoint import Checkpoint, check_targets, load_weights, open_checkpoint
-from engine import COMPILE_MODES, DEFAULT_SAMPLING, Completion, Generator, Run, SamplingParams
-from model import RANDOM_SHAPES, Transformer, build, cache_slots, randomize
+from engine import (
+    COMPILE_MODES,
+    DEFAULT_CAPACITY,
+    DEFAULT_SAMPLING,
+    KERNELS,
+    Completion,
+    Generator,
+    Run,
+    SamplingParams,
+    most_positions,
+)
+from model import RANDOM_SHAPES, ModelConfig, Transformer, build, cache_slots, randomize
 from tokenizer import TextStream, Tokenizer, load_tokenizer
 
 DEFAULT_CHECKPOINT = Path("checkpoints/SmolLM2-135M-Instruct")
@@ -94,12 +109,7 @@ def load_model(
         quantize.apply_quantization(skeleton, checkpoint.quantization)
     targets = skeleton.named_targets()
     check_targets(checkpoint, targets)
-    weights = sum(target.numel() * target.element_size() for target in targets.values())
-    slots = cache_slots(max_seq_len or 1)
-    cache = (
-        2 * batch * slots * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * precision.itemsize
-    )
-    require_memory(place, weights, cache)
+    require_memory(place, _bytes(targets), cache_bytes(config, precision, batch, max_seq_len or 1))
     model = skeleton.to_empty(device=place)
     if config.tie_word_embeddings and checkpoint.quantization is None:
         model.lm_head.weight = model.embed_tokens.weight  # to_empty gave each name a tensor of its own
@@ -116,20 +126,38 @@ def random_model(
     dtype: str = "auto",
     quantize_mode: str | None = None,
     group_size: int | None = None,
+    batch: int = 1,
+    max_seq_len: int | None = None,
 ) -> Transformer:
-    """Random weights in a published model's shape, made on the device: no file is read."""
-    if name not in RANDOM_SHAPES:
-        raise ValueError(f"unknown shape {name!r}: one of {', '.join(RANDOM_SHAPES)}")
-    place = choose_device(device)
+    """Random weights in a published model's shape, made on the device: no file is read. `batch` and `max_seq_len` as
+    in `load_model`."""
+    config, place = random_shape(name), choose_device(device)
     precision = choose_dtype(dtype, torch.bfloat16, place)
     with torch.device("meta"):
-        targets = Transformer(RANDOM_SHAPES[name]).to(precision).named_targets()
-    require_memory(place, sum(target.numel() * target.element_size() for target in targets.values()), 0)
-    model = build(RANDOM_SHAPES[name], place, precision)
+        skeleton = Transformer(config).to(precision)
+    require_memory(place, _bytes(skeleton.named_targets()), cache_bytes(config, precision, batch, max_seq_len or 1))
+    model = build(config, place, precision)
     randomize(model)
     if quantize_mode is not None:
         quantize.quantize_in_memory(model, quantize_mode, group_size)
     return model
+
+
+def random_shape(name: str) -> ModelConfig:
+    """ValueError where there is none of this name."""
+    if name not in RANDOM_SHAPES:
+        raise ValueError(f"unknown shape {name!r}: one of {', '.join(RANDOM_SHAPES)}")
+    return RANDOM_SHAPES[name]
+
+
+def cache_bytes(config: ModelConfig, dtype: torch.dtype, batch: int, capacity: int) -> int:
+    """What the keys and values of so many rows and positions take."""
+    per_slot = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    return 2 * batch * cache_slots(capacity) * per_slot
+
+
+def _bytes(targets: Mapping[str, torch.Tensor]) -> int:
+    return sum(target.numel() * target.element_size() for target in targets.values())
 
 
 def require_memory(device: torch.device, weights: int, cache: int) -> None:
@@ -153,7 +181,7 @@ class StopScanner:
     """Passes text on until a stop string appears, holding back what may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [stop for stop in stops if stop]
+        self._stops = stops
         self._held = ""
         self.stopped = False
 
@@ -207,9 +235,9 @@ class _RowText:
 class TextRun:
     """A generation of text under way: iterate for (row, piece); `completions` fills up meanwhile."""
 
-    def __init__(self, run: Run, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, run: Run, streams: Sequence[TextStream], stops: Sequence[str]) -> None:
         self._run = run
-        self._rows = [_RowText(tokenizer.stream(), stops) for _ in run.completions]
+        self._rows = [_RowText(stream, stops) for stream in streams]
         self.completions = [TextCompletion(completion) for completion in run.completions]
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
@@ -254,10 +282,14 @@ class TextGenerator:
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
         reuse: bool = False,
+        answers: bool = False,
     ) -> TextRun:
-        """Generate text for prompts of token ids, one row each."""
+        """Generate text for prompts of token ids, one row each. answers: the text begins anew, and does not continue
+        the prompt's (which decides whether a first space belongs to it)."""
+        if "" in stop:
+            raise ValueError("a stop string must not be empty")
         run = self.generator.start(prompts, params, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, reuse=reuse)
-        return TextRun(run, self.tokenizer, stop)
+        return TextRun(run, [self.tokenizer.stream(() if answers else prompt) for prompt in prompts], stop)
 
     def generate(
         self, prompts: Sequence[str], params: SamplingParams = DEFAULT_SAMPLING, **options: Any
@@ -293,7 +325,7 @@ class Conversation:
         """Ask, and yield the answer piece by piece. An answer that is broken off counts as far as it came; a
         question that cannot be asked (ValueError) is not kept."""
         asked = [*self.messages, {"role": "user", "content": text}]
-        run = self.llm.run([self.llm.tokenizer.chat(asked)], params, reuse=True, **options)
+        run = self.llm.run([self.llm.tokenizer.chat(asked)], params, reuse=True, answers=True, **options)
         self.messages, self.last = asked, run.completions[0]
         try:
             for _, piece in run:
@@ -355,9 +387,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     speed = parser.add_argument_group("compilation")
     speed.add_argument("--compile", action=argparse.BooleanOptionalAction, help="compile the decode step (on CUDA)")
     speed.add_argument("--compile-mode", choices=COMPILE_MODES, default=COMPILE_MODES[0])
-    speed.add_argument(
-        "--kernels", choices=("auto", "inductor", "triton"), default="auto", help="triton: this project's own"
-    )
+    speed.add_argument("--kernels", choices=KERNELS, default=KERNELS[0], help="triton: this project's own")
     speed.add_argument(
         "--compile-prefill", action=argparse.BooleanOptionalAction, help="compile prefill too (with --profile only)"
     )
@@ -388,6 +418,9 @@ def _check_arguments(options: argparse.Namespace) -> None:
     require(options.max_new_tokens >= 1, f"--max-new-tokens must be 1 or more, not {options.max_new_tokens}")
     require(options.num_samples >= 1, f"--num-samples must be 1 or more, not {options.num_samples}")
     require(options.max_seq_len is None or options.max_seq_len >= 1, "--max-seq-len must be 1 or more")
+    require("" not in options.stop, "--stop must not be empty")
+    require(options.compile is not False or not (options.compile_prefill or options.kernels == "triton"),
+            "--compile-prefill and --kernels triton exclude --no-compile")  # fmt: skip
     require(not (options.interactive and (options.json or options.num_samples > 1 or options.profile)),
             "--interactive excludes --json, --num-samples and --profile")  # fmt: skip
     require(options.profile or not (options.profile_gzip or options.nvtx),
@@ -400,6 +433,8 @@ def _check_arguments(options: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. -> exit status: 0, 1 (the run failed), 2 (a user's mistake)."""
     try:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # text that the terminal cannot show is no reason to stop
         arguments = sys.argv[1:] if arguments is None else arguments
         options = parse_arguments(arguments)
         options.command = shlex.join(["python", "generate.py", *arguments])
@@ -408,10 +443,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         params = SamplingParams(
             options.temperature, options.top_k, options.top_p, options.min_p, options.repetition_penalty, options.seed
         ).with_seed()
+        _nth(params, options.num_samples - 1)  # refused now, if that seed is too large
         return _run_random(options, params) if options.random else _run_checkpoint(options, params)
+    except BrokenPipeError:  # whoever read the text has left; the flush at exit must not fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError) as error:
         return _fail(error, 2)
-    except RuntimeError as error:  # torch's out-of-memory and failed compilations, graphs that did not run
+    except (RuntimeError, MemoryError) as error:  # out of memory, a failed compilation, graphs that did not run
         return _fail(error, 1)
     except KeyboardInterrupt:
         return 130
@@ -435,12 +474,19 @@ def _settings(options: argparse.Namespace, batch: int, capacity: int) -> dict[st
     }
 
 
-def _capacity(options: argparse.Namespace, longest: int, limit: int) -> int:
-    """Positions to provide: as asked, or enough for the prompt and its new tokens, and for a profile."""
-    if options.max_seq_len is not None:
-        return options.max_seq_len
-    wanted = -(-(longest + options.max_new_tokens) // CAPACITY_STEP) * CAPACITY_STEP
-    return min(max(wanted, tracing.CAPACITY) if options.profile else wanted, limit)
+def _capacity(options: argparse.Namespace, longest: int | None, config: ModelConfig) -> int:
+    """Positions to provide: as asked, or enough for the longest prompt and its new tokens, and for a profile.
+    longest: None for a conversation. Raises ValueError where the prompt or the model does not go with them."""
+    capacity = options.max_seq_len
+    if capacity is None:
+        wanted = DEFAULT_CAPACITY if longest is None else longest + options.max_new_tokens
+        wanted = max(-(-wanted // CAPACITY_STEP) * CAPACITY_STEP, tracing.CAPACITY if options.profile else 0)
+        capacity = min(wanted, config.max_position_embeddings)
+    if capacity > most_positions(config):
+        raise ValueError(f"--max-seq-len {capacity}: the model knows {most_positions(config)} positions")
+    if longest is not None and longest > capacity:
+        raise ValueError(f"the prompt has {longest} tokens, the context {capacity}")
+    return capacity
 
 
 def _own(model: Transformer, options: argparse.Namespace) -> Transformer:
@@ -474,16 +520,18 @@ def _profile(
 
 
 def _run_random(options: argparse.Namespace, params: SamplingParams) -> int:
+    config = random_shape(options.random)
+    capacity = _capacity(options, RANDOM_PROMPT_TOKENS, config)
     model = random_model(
         options.random,
         device=options.device,
         dtype=options.dtype,
         quantize_mode=options.quantize,
         group_size=options.group_size,
+        max_seq_len=capacity,
     )
-    vocab = model.config.vocab_size
-    prompt = [random.Random(params.seed).randrange(vocab) for _ in range(RANDOM_PROMPT_TOKENS)]
-    capacity = _capacity(options, len(prompt), model.config.max_position_embeddings)
+    draw = random.Random(params.seed)
+    prompt = [draw.randrange(config.vocab_size) for _ in range(RANDOM_PROMPT_TOKENS)]
     settings = _settings(options, 1, capacity)
     with Generator(_own(model, options), **settings) as generator:
         for sample in range(options.num_samples):
@@ -509,9 +557,7 @@ def _run_checkpoint(options: argparse.Namespace, params: SamplingParams) -> int:
         raise ValueError(f"{directory}: no chat template, so neither --chat nor --interactive")
     encode = (lambda text: tokenizer.chat([{"role": "user", "content": text}])) if options.chat else tokenizer.encode
     prompts = [encode(text) for text in texts]
-    limit = checkpoint.config.max_position_embeddings
-    longest = max(map(len, prompts)) if prompts else limit
-    capacity = _capacity(options, longest, limit)
+    capacity = _capacity(options, max(map(len, prompts), default=None), checkpoint.config)
     loaded = load_model(
         directory, device=options.device, dtype=options.dtype, batch=max(len(prompts), 1), max_seq_len=capacity
     )
@@ -537,12 +583,14 @@ def _nth(params: SamplingParams, sample: int) -> SamplingParams:
     )
 
 
+def _ends(options: argparse.Namespace) -> dict[str, Any]:
+    return {"max_new_tokens": options.max_new_tokens, "stop": options.stop, "ignore_eos": options.ignore_eos}
+
+
 def _print_batch(
     options: argparse.Namespace, llm: TextGenerator, prompts: list[list[int]], params: SamplingParams
 ) -> None:
-    run = llm.run(
-        prompts, params, max_new_tokens=options.max_new_tokens, stop=options.stop, ignore_eos=options.ignore_eos
-    )
+    run = llm.run(prompts, params, answers=options.chat, **_ends(options))
     streaming = len(prompts) == 1 and not options.json
     for _, piece in run:
         if streaming:
@@ -612,31 +660,45 @@ def _processor_name() -> str:
 
 
 def _converse(options: argparse.Namespace, llm: TextGenerator, params: SamplingParams) -> int:
-    conversation, turn = llm.chat(), 0
+    """Answer line after line, until their end."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    conversation = llm.chat()
+    for turn, line in enumerate(iter(_ask, "")):
+        with _noted_interrupts() as interrupts:
+            try:
+                with closing(conversation.send(line, _nth(params, turn), **_ends(options))) as pieces:
+                    for piece in itertools.takewhile(lambda _: not interrupts, pieces):
+                        print(piece, end="", flush=True)
+            except ValueError as error:  # the conversation is full, say: it stays open, for the user to leave
+                _fail(error, 2)
+            else:
+                print(flush=True)
+    return 0
+
+
+def _ask() -> str:
+    """The user's next line that says anything; empty at the end of the input."""
     while True:
-        print("> ", end="", file=sys.stderr, flush=True)
         try:
+            print("> ", end="", file=sys.stderr, flush=True)
             line = sys.stdin.readline()
         except KeyboardInterrupt:
             print(file=sys.stderr)
             continue
-        if not line:
-            return 0
-        if not line.strip():
-            continue
-        try:
-            settings = _nth(params, turn)
-            pieces = conversation.send(
-                line.rstrip("\n"), settings, max_new_tokens=options.max_new_tokens, stop=options.stop
-            )
-            for piece in pieces:
-                print(piece, end="", flush=True)
-        except KeyboardInterrupt:
-            pieces.close()
-        except ValueError as error:  # the conversation is full, say: it stays open, for the user to leave
-            _fail(error, 2)
-        print(flush=True)
-        turn += 1
+        if line.strip() or not line:
+            return line.rstrip("\r\n")
+
+
+@contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Ctrl-C is noted here, not raised: an answer ends between two of its pieces, and never inside a step."""
+    noted: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":

@@ -162,16 +162,19 @@ def _bytes(targets: Mapping[str, torch.Tensor]) -> int:
 
 def require_memory(device: torch.device, weights: int, cache: int) -> None:
     """Refuse, with the figures, what does not fit into the device's free memory."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        meminfo = Path("/proc/meminfo")
-        if not meminfo.exists():
-            return
-        free = next(int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if "MemAvailable" in line)
-    if weights + cache > free:
+    free = free_memory(device)
+    if free is not None and weights + cache > free:
         gb = [f"{amount / 1e9:.2f} GB" for amount in (weights, cache, free)]
         raise ValueError(f"weights of {gb[0]} and a cache of {gb[1]} do not fit: {device.type} has {gb[2]} free")
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
 
 
 # --- Text
@@ -190,9 +193,9 @@ class StopScanner:
         if self.stopped:
             return ""
         self._held += text
-        found = [at for at in map(self._held.find, self._stops) if at >= 0]
-        if found:
-            shown, self._held, self.stopped = self._held[: min(found)], "", True
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:  # the one that ends first counts, whatever the pieces that the text comes in
+            shown, self._held, self.stopped = self._held[: min(found)[1]], "", True
             return shown
         kept = max((self._overlap(stop) for stop in self._stops), default=0)
         shown, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]

@@ -61,7 +61,8 @@ class SamplingParams:
         require(0 < self.top_p <= 1, f"top-p must be above 0 and at most 1, not {self.top_p}")
         require(0 <= self.min_p <= 1, f"min-p must lie between 0 and 1, not {self.min_p}")
         require(
-            0 < self.repetition_penalty < math.inf, f"repetition penalty must be above 0, not {self.repetition_penalty}"
+            0.01 <= self.repetition_penalty <= 100,  # within the range of every precision
+            f"repetition penalty must lie between 0.01 and 100, not {self.repetition_penalty}",
         )
         require(self.seed is None or -(1 << 63) <= self.seed < 1 << 63, f"seed must fit in 64 bits, not {self.seed}")
 
@@ -316,7 +317,8 @@ class Generator:
             put("done", [False] * rows)
             put("limit", [self.capacity if limit is None else limit] * rows)
             put("temperature", [params.temperature] * rows)
-            put("top_k", [params.top_k or self.model.config.vocab_size] * rows)
+            vocab = self.model.config.vocab_size
+            put("top_k", [min(params.top_k or vocab, vocab)] * rows)
             put("top_p", [params.top_p] * rows)
             put("min_p", [params.min_p] * rows)
             put("penalty", [params.repetition_penalty] * rows)

@@ -424,7 +424,7 @@ def test_a_random_seed_is_reported_and_repeats() -> None:
 def test_repetition_penalty_covers_prompt_and_output() -> None:
     prompt = [5] * 8 + [7]
     with generator_of() as generator:
-        strong = SamplingParams(temperature=0, repetition_penalty=1e6)
+        strong = SamplingParams(temperature=0, repetition_penalty=100.0)
         tokens = tokens_of(generator, [prompt], strong, 30)[0]
         assert len(set(tokens)) == 30 and not set(tokens) & {5, 7}
 

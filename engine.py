@@ -148,6 +148,8 @@ class Generator:
         if len(self.eos_token_ids) > EOS_CAPACITY:
             raise ValueError(f"{len(self.eos_token_ids)} EOS ids: at most {EOS_CAPACITY} are supported")
         compiled = self.device.type == "cuda" if compile is None else compile
+        if compiled:
+            _import_compiler()
         with _pinned_modes():
             model.allocate(batch, self.capacity, rotary_length)
             self.state = DecodeState(batch, model.config.vocab_size, self.device)
@@ -697,7 +699,16 @@ def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     return min(len(left), len(right))
 
 
+def _import_compiler() -> None:
+    """torch's compiler makes its cache directory when it is imported."""
+    try:
+        import torch._inductor  # noqa: F401
+    except OSError as error:
+        raise RuntimeError(f"the compiler has no cache directory ({error}): set TORCHINDUCTOR_CACHE_DIR") from error
+
+
 def _in_a_line(error: BaseException) -> str:
     """The beginning of the compiler's message, which goes on for pages; its first line often ends with a colon."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    advice = ("Set TORCH", "For even more")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith(advice)]
     return " ".join(lines[:2])[:300] or type(error).__name__

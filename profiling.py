@@ -7,6 +7,7 @@ step is a name and a callable, and what a reader of the trace needs to know is h
 import itertools
 import json
 import logging
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -273,6 +274,8 @@ def _one_line(text: str) -> str:
 
 
 def _snapshot(code: CodeType | None = None) -> _Snapshot:
+    if "torch._dynamo" not in sys.modules:  # nothing was ever compiled, and the import takes a second
+        return _Snapshot(0, 0, {}, 0, None)
     from torch._dynamo.utils import counters, get_compilation_metrics
 
     metrics, versions = get_compilation_metrics(), code and _versions(code)

@@ -145,9 +145,7 @@ def _facts_of_run(model: Transformer, device: torch.device, params: SamplingPara
 def _measure(generator: Generator, work: Work, weights: str) -> RunFacts:
     """Warm one path up, and all that is known of it without a profiler."""
     on_cpu = generator.device.type == "cpu"  # there a trace shows Inductor's functions
-    with torch._inductor.config.patch(
-        {"cpp.enable_kernel_profile": on_cpu}
-    ):  # there a trace shows Inductor's functions
+    with torch._inductor.config.patch({"cpp.enable_kernel_profile": on_cpu}):
         generator.warm_up(work.params)
         compiled, recorded = generator.compile_s, generator.record_s
         _fill_caches(generator, work)

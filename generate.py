@@ -451,7 +451,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the text has left; the flush at exit must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        return _fail(error, 2 if error.filename else 1)  # a file that was named, or the output: a full disk, say
+    except ValueError as error:
         return _fail(error, 2)
     except (RuntimeError, MemoryError) as error:  # out of memory, a failed compilation, graphs that did not run
         return _fail(error, 1)
@@ -685,7 +687,7 @@ def _ask() -> str:
     while True:
         try:
             print("> ", end="", file=sys.stderr, flush=True)
-            line = sys.stdin.readline()
+            line = sys.stdin.readline() if sys.stdin else ""
         except KeyboardInterrupt:
             print(file=sys.stderr)
             continue

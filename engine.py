@@ -89,7 +89,7 @@ class Completion:
     tokens: list[int] = field(default_factory=list)  # new ones, without the EOS that ended them
     finish_reason: FinishReason | None = None
     time_to_first_token_s: float | None = None  # prefill and the first step
-    prefill_tok_per_s: float | None = None  # prompt tokens over the time to the first token
+    prefill_tok_per_s: float | None = None  # prompt tokens, but those still cached, over the time to the first token
     decode_tok_per_s: float | None = None  # decode steps only; None below two new tokens
 
     @property
@@ -443,7 +443,7 @@ class Generator:
                 for row, prompt in enumerate(prompts):
                     self.state.seen[row, torch.tensor(prompt, device=self.device)] = True
         ends = frozenset(() if ignore_eos else self.eos_token_ids)
-        return Run(self, prompts, params, limits, ends, began)
+        return Run(self, prompts, kepts, params, limits, ends, began)
 
     def _fill_rotary(self, lengths: list[int]) -> None:
         """Choose the rotary frequencies that prompts of these lengths ask for."""
@@ -551,6 +551,7 @@ class Run:
         self,
         generator: Generator,
         prompts: Sequence[Sequence[int]],
+        kepts: list[int],
         params: SamplingParams,
         limits: list[int],
         ends: frozenset[int],
@@ -561,6 +562,7 @@ class Run:
         self._generator, self._number, self._ends = generator, generator._begun, ends
         self._began = self._first = began
         self._budgets = [limit - len(prompt) + 1 for limit, prompt in zip(limits, prompts, strict=True)]
+        self._taken_in = [len(prompt) - kept for prompt, kept in zip(prompts, kepts, strict=True)]
         self._inputs = [prompt[-1] for prompt in prompts]  # what the step whose token comes next has read
 
     def stop(self, row: int) -> None:
@@ -618,7 +620,7 @@ class Run:
                     completion.finish_reason = "length"
             if steps == 1:
                 completion.time_to_first_token_s = now - self._began
-                completion.prefill_tok_per_s = completion.prompt_tokens / (now - self._began)
+                completion.prefill_tok_per_s = self._taken_in[row] / (now - self._began)
             elif completion.new_tokens > 1:
                 completion.decode_tok_per_s = (steps - 1) / (now - self._first)
         return accepted

@@ -109,7 +109,7 @@ def load_model(
         quantize.apply_quantization(skeleton, checkpoint.quantization)
     targets = skeleton.named_targets()
     check_targets(checkpoint, targets)
-    require_memory(place, _bytes(targets), cache_bytes(config, precision, batch, max_seq_len or 1))
+    require_memory(place, _bytes(targets), cache_bytes(config, precision, batch, max_seq_len))
     model = skeleton.to_empty(device=place)
     if config.tie_word_embeddings and checkpoint.quantization is None:
         model.lm_head.weight = model.embed_tokens.weight  # to_empty gave each name a tensor of its own
@@ -135,7 +135,7 @@ def random_model(
     precision = choose_dtype(dtype, torch.bfloat16, place)
     with torch.device("meta"):
         skeleton = Transformer(config).to(precision)
-    require_memory(place, _bytes(skeleton.named_targets()), cache_bytes(config, precision, batch, max_seq_len or 1))
+    require_memory(place, _bytes(skeleton.named_targets()), cache_bytes(config, precision, batch, max_seq_len))
     model = build(config, place, precision)
     randomize(model)
     if quantize_mode is not None:
@@ -150,8 +150,9 @@ def random_shape(name: str) -> ModelConfig:
     return RANDOM_SHAPES[name]
 
 
-def cache_bytes(config: ModelConfig, dtype: torch.dtype, batch: int, capacity: int) -> int:
-    """What the keys and values of so many rows and positions take."""
+def cache_bytes(config: ModelConfig, dtype: torch.dtype, batch: int, capacity: int | None) -> int:
+    """What the keys and values of so many rows and positions take (None: as many as a Generator has by itself)."""
+    capacity = min(config.max_position_embeddings, DEFAULT_CAPACITY) if capacity is None else capacity
     per_slot = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
     return 2 * batch * cache_slots(capacity) * per_slot
 

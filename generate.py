@@ -290,6 +290,7 @@ class TextGenerator:
     ) -> TextRun:
         """Generate text for prompts of token ids, one row each. answers: the text begins anew, and does not continue
         the prompt's (which decides whether a first space belongs to it)."""
+        stop = [stop] if isinstance(stop, str) else stop  # a text is a sequence of texts too, but not meant as one
         if "" in stop:
             raise ValueError("a stop string must not be empty")
         run = self.generator.start(prompts, params, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos, reuse=reuse)

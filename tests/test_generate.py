@@ -210,6 +210,9 @@ def test_a_stop_string_of_the_last_token_counts_as_stop(llm: TextGenerator) -> N
     (whole,) = texts_of(llm, "Hello", params=params, max_new_tokens=12)
     (completion,) = llm.generate(["Hello"], params, max_new_tokens=12, stop=[whole[-1]])
     assert completion.completion.finish_reason == "stop" and whole[-1] not in completion.text
+    assert (
+        llm.generate(["Hello"], params, max_new_tokens=12, stop=whole[3:6])[0].text == whole[: whole.index(whole[3:6])]
+    )
 
 
 def test_an_empty_stop_string_is_refused(llm: TextGenerator) -> None:

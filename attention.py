@@ -90,9 +90,15 @@ class ReducedAttention:
 
 class FlexAttention:
     """Compiled flex attention whose block table lives on the device: a step reads the blocks up to its own position
-    and no others, in one graph for every position."""
+    and no others, in one graph for every position. Where the host knows the length, nothing is compiled (an eager
+    prefill beside a compiled step) and flex would write out all scores: that goes the sliced way."""
 
-    def plan(self, positions: Tensor, slots: int, window: int | None, kv_length: int | None) -> BlockMask:
+    def __init__(self) -> None:
+        self.sliced = SlicedAttention()
+
+    def plan(self, positions: Tensor, slots: int, window: int | None, kv_length: int | None) -> Any:
+        if kv_length is not None:
+            return self.sliced.plan(positions, slots, window, kv_length)
         batch, queries = positions.shape
         query_blocks = -(-queries // FLEX_BLOCK)
         starts = positions[:, ::FLEX_BLOCK]  # positions of a row rise by one, so a block's first and last bound it
@@ -117,7 +123,9 @@ class FlexAttention:
             compute_q_blocks=False,  # those serve the backward pass
         )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: BlockMask, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float) -> Tensor:
+        if isinstance(plan, tuple):
+            return self.sliced.attend(q, k, v, plan, scale)
         batch, heads, queries, dim = q.shape
         group = heads // k.shape[1]
         padded = 1 << (group - 1).bit_length()  # flex decoding wants powers of two

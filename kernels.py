@@ -945,7 +945,7 @@ def _gumbel(seed, position, token_ids):
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     first = _finalize(_finalize(low ^ _finalize(high)) + position.to(tl.uint32) * GOLDEN)
     second = _finalize(first ^ 0x5BD1E995)
-    mixed = _finalize(_finalize(token_ids.to(tl.uint32) * GOLDEN + first) ^ second)
+    mixed = _finalize(_finalize(token_ids.to(tl.uint32) ^ first) ^ second)
     uniform = ((mixed >> 9).to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     return -tl.log(-tl.log(uniform))
 

@@ -146,17 +146,15 @@ def row_keys(seed: Tensor, position: Tensor) -> Tensor:
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     """keys int32 [B, 2], token_ids [N] -> standard Gumbel noise fp32 [B, N], in (-2.9, 16.7): never infinite."""
-    # The product in int64, where it fits: of an int32 one Inductor makes a sequence whose steps overflow, which C++
-    # takes for a loop that ends early.
-    spread = ((token_ids * (_GOLDEN & _WORD)) & _WORD).to(torch.int32)
-    mixed = finalize(spread + keys[:, :1])
+    # Exclusive or, not a sum or a product: of those Inductor makes index arithmetic, which overflows in C++ and holds
+    # constants that Triton's int32 cannot.
+    mixed = finalize(token_ids.to(torch.int32) ^ keys[:, :1])
     mixed = finalize(mixed ^ keys[:, 1:])
     uniform = (((mixed >> 9) & 0x7FFFFF).float() + 0.5) * 2.0**-23  # 24 bits: exact, and neither 0 nor 1
     return -(-uniform.log()).log()
 
 
 _GOLDEN = 0x9E3779B9 - (1 << 32)  # 2**32 / golden ratio, as int32
-_WORD = 0xFFFFFFFF
 _SECOND_KEY = 0x5BD1E995
 _MIX = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
 

@@ -157,7 +157,7 @@ def test_noise_is_the_stated_integer_hash() -> None:
     second = mix(first ^ 0x5BD1E995)
     noise = gumbel(row_keys(torch.tensor([seed]), torch.tensor([position])), torch.arange(50))[0]
     for token in range(50):
-        h = mix(mix((token * 0x9E3779B9 + first) & 0xFFFFFFFF) ^ second)
+        h = mix(mix(token ^ first) ^ second)
         uniform = ((h >> 9) + 0.5) * 2.0**-23
         assert noise[token].item() == pytest.approx(-math.log(-math.log(uniform)), abs=2e-6)
 

@@ -42,7 +42,7 @@ _PEERS_NOTED = ("model", "precision", "decoder", "rate", "share", "note")
 TABLES = {
     "h200": Table(
         ("h200-decode",),
-        ("model", "precision", "decoder", "batch", "rate", "share", "ttft", "compile", "warm", "memory", "graphs"),
+        ("model", "precision", "decoder", "batch", "rate", "share", "compile", "memory", "graphs"),
     ),
     # Others, as far as they ran on an H200.
     "peers": Table(("peers",), _PEERS_NOTED, _short_prompt_on_h200, _by_model_and_rate),

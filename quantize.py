@@ -40,7 +40,7 @@ CHUNK = {"cpu": 2**18, "cuda": 2**24}  # weights that are worked on at once: the
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # rows of one matrix
 REPORT_FILE = "quantization_report.json"
 CALIBRATION_WINDOWS, CALIBRATION_LENGTH = 32, 512
-SINK_SHARE = 0.1
+SINK_SHARE = 0.1  # most heads rest on the first position's key (attention sinks, Xiao et al. 2023): all others read it
 FEW = 16  # rows of activations up to which torch's int8 operator for CPUs beats turning codes into weights
 
 
@@ -100,6 +100,13 @@ class Scheme:
 
     def record(self) -> dict[str, Any]:
         return {"scheme": self.mode, "group_size": self.group_size, "symmetric": self.symmetric}
+
+
+SCHEMES = (
+    Scheme("int8"),
+    Scheme("fp8"),
+    *(Scheme("int4", size, symmetric) for size in GROUP_SIZES for symmetric in (True, False)),
+)
 
 
 def head_scheme(scheme: Scheme) -> Scheme:
@@ -188,9 +195,29 @@ def half_quadratic(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | Non
     return best[0], None if scheme.symmetric else best[1]
 
 
+def search(weight: Tensor, scheme: Scheme, importance: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The same by trial: of the scales around that of `round_to_nearest`, of both signs where groups are symmetric, the
+    one with the least squared error, columns weighted by importance [g, G]."""
+    start, zero = round_to_nearest(weight, scheme)
+    best, least = (start, zero), torch.full_like(start, torch.inf)
+    factors = torch.linspace(0.56, 1.08, 24).tolist()
+    for factor in [*factors, *(-factor for factor in factors if scheme.symmetric)]:
+        scale = _as_scale(start * factor)  # a zero moves so that the middle of the group keeps its code
+        offset = None if zero is None else ((zero + 0.5) / factor - 0.5).to(torch.bfloat16).float()
+        shift = 0.0 if offset is None else offset
+        error = (scheme.snap(weight, scale, shift) - shift) * scale - weight
+        cost = (error.square() * importance).sum(-1, keepdim=True)
+        better, least = cost < least, torch.minimum(cost, least)
+        best = (
+            torch.where(better, scale, best[0]),
+            None if offset is None or best[1] is None else torch.where(better, offset, best[1]),
+        )
+    return best
+
+
 def quantize_matrix(weight: Tensor, scheme: Scheme, method: str = "rtn") -> dict[str, Tensor]:
     """weight [N, K] -> what is stored. Works through a few rows at a time."""
-    choose = half_quadratic if method == "hqq" and scheme.mode != "fp8" else round_to_nearest
+    choose = half_quadratic if method == "hqq" else round_to_nearest
     stored = {
         name: torch.empty(shape, dtype=dtype, device=weight.device)
         for name, (shape, dtype) in scheme.tensors(*weight.shape).items()
@@ -215,8 +242,8 @@ def relative_error(weight: Tensor, stored: Mapping[str, Tensor]) -> float:
     return math.sqrt(error / whole) if whole else 0.0
 
 
-def _row_chunks(weight: Tensor) -> Iterator[slice]:
-    step = max(1, CHUNK.get(weight.device.type, CHUNK["cpu"]) // weight.shape[1])
+def _row_chunks(weight: Tensor, size: int | None = None) -> Iterator[slice]:
+    step = max(1, (size or CHUNK.get(weight.device.type, CHUNK["cpu"])) // weight.shape[1])
     return (slice(first, first + step) for first in range(0, weight.shape[0], step))
 
 
@@ -224,30 +251,39 @@ def gptq(weight: Tensor, hessian: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     """GPTQ (Frantar et al. 2022): round column by column, and let the columns not yet rounded make up for the error in
     the product with the inputs x, whose second moments E[x x^T] are `hessian` [K, K]. Columns with large inputs come
     first; scales are fixed before. -> what is stored."""
-    grouped = scheme.grouped(weight.float())
-    scale, zero = half_quadratic(grouped, scheme) if scheme.mode != "fp8" else round_to_nearest(grouped, scheme)
-    width = grouped.shape[-1]
-    left = grouped.flatten(1).clone()  # [N, padded K]: what is still to be rounded, corrected as others are
-    hessian = F.pad(hessian.float(), (0, left.shape[1] - weight.shape[1]) * 2)
+    hessian = F.pad(hessian.float(), (0, scheme.padded(weight.shape[1]) - weight.shape[1]) * 2)
     importance = hessian.diagonal()
     hessian = hessian + torch.diag(torch.where(importance == 0, 1.0, 0.01 * importance[importance > 0].mean()))
     order = hessian.diagonal().argsort(descending=True)
-    left, hessian = left[:, order], hessian[order][:, order]
-    inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
-    codes = torch.empty_like(left)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian[order][:, order]))
+    inverse = torch.linalg.cholesky(inverse, upper=True)
+    parts = []
+    for rows in _row_chunks(weight, 2**24):
+        grouped = scheme.grouped(weight[rows].float())
+        scale, zero = search(grouped, scheme, importance.sqrt().view(grouped.shape[1:]))
+        codes = _compensated(grouped, scale, zero, inverse, order, scheme)
+        parts.append(scheme.store(codes, scale, zero))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _compensated(
+    weight: Tensor, scale: Tensor, zero: Tensor | None, inverse: Tensor, order: Tensor, scheme: Scheme
+) -> Tensor:
+    """Codes [N, g, G]; `inverse` is the upper Cholesky factor of the inverse of the moments of the ordered columns."""
+    left = weight.flatten(1)[:, order]  # what is still to be rounded, corrected as others are
+    codes, width = torch.empty_like(left), weight.shape[-1]
     for first in range(0, left.shape[1], 64):  # corrections within a block at once, beyond it per block
-        block = slice(first, first + 64)
-        errors = torch.empty_like(left[:, block])
-        for column in range(first, min(first + 64, left.shape[1])):
+        last = min(first + 64, left.shape[1])
+        errors = torch.empty_like(left[:, first:last])
+        for column in range(first, last):
             group = int(order[column]) // width
             offset = 0.0 if zero is None else zero[:, group, 0]
             codes[:, column] = scheme.snap(left[:, column], scale[:, group, 0], offset)
             rounded = (codes[:, column] - offset) * scale[:, group, 0]
-            error = (left[:, column] - rounded) / inverse[column, column]
-            left[:, column : first + 64] -= error.unsqueeze(1) * inverse[column, column : first + 64]
-            errors[:, column - first] = error
-        left[:, first + 64 :] -= errors @ inverse[block, first + 64 :]
-    return scheme.store(codes[:, order.argsort()].view_as(grouped), scale, zero)
+            errors[:, column - first] = error = (left[:, column] - rounded) / inverse[column, column]
+            left[:, column:last] -= error.unsqueeze(1) * inverse[column, column:last]
+        left[:, last:] -= errors @ inverse[first:last, last:]
+    return codes[:, order.argsort()].view_as(weight)
 
 
 # --- The Linear that multiplies with codes
@@ -307,8 +343,8 @@ class QuantizedLinear(Linear):
         return (terms * scale.unsqueeze(-1)).sum((1, 2))
 
     def _product(self, x: Tensor) -> Tensor:
-        """x [M, padded K] -> [M, N]: by torch's own operators for codes on CPUs where they are the fastest, else of codes
-        turned into weights."""
+        """x [M, padded K] -> [M, N]: by torch's own operators for codes on CPUs where they are the fastest, else of
+        codes turned into weights."""
         if self.packed:
             group = self.scheme.group_size
             return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.qweight, group, self.scale)
@@ -375,25 +411,15 @@ def read_record(record: Mapping[str, Any]) -> dict[str, Scheme]:
     if record.get("quant_method") != QUANT_METHOD:
         raise QuantizationError(f"{where}: quant_method {record.get('quant_method')!r:.50} is not {QUANT_METHOD!r}")
     if record.get("version") != RECORD_VERSION:
-        raise QuantizationError(
-            f"{where}: version {record.get('version')!r:.50} is not {RECORD_VERSION}, the known one"
-        )
+        raise QuantizationError(f"{where}: version {record.get('version')!r:.50} is not the known {RECORD_VERSION}")
     layers = record.get("layers")
     if not isinstance(layers, Mapping) or not layers:
         raise QuantizationError(f"{where}: layers is missing or empty")
-    schemes = {}
+    known, schemes = {repr(scheme.record()): scheme for scheme in SCHEMES}, {}
     for name, entry in layers.items():
-        values = dict(entry) if isinstance(entry, Mapping) else {}
-        mode, group, symmetric = (
-            values.pop("scheme", None),
-            values.pop("group_size", None),
-            values.pop("symmetric", None),
-        )
-        group_fits = type(group) is int and group in GROUP_SIZES if mode == "int4" else group is None
-        fits = group_fits and (symmetric is True or (symmetric is False and mode == "int4")) and not values
-        if mode not in MODES or not fits:
+        if repr(entry) not in known:
             raise QuantizationError(f"{where}: layer {name!r:.80} has an unknown scheme, {entry!r:.120}")
-        schemes[name] = Scheme(mode, group, symmetric)
+        schemes[name] = known[repr(entry)]
     return schemes
 
 
@@ -461,10 +487,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise QuantizationError(f"unknown method {self.method!r}: one of {', '.join(METHODS)}")
-        if self.method != "rtn" and self.scheme.mode == "fp8":
-            raise QuantizationError(
-                f"method {self.method} does not serve fp8, whose steps grow with the value: use rtn"
-            )
+        if self.method == "hqq" and self.scheme.mode == "fp8":
+            raise QuantizationError("method hqq does not serve fp8, whose steps grow with the value: use rtn or gptq")
         if (self.method == "gptq") != (self.calibration is not None):
             raise QuantizationError("method gptq and --calibration FILE, a text, go together")
 
@@ -485,9 +509,8 @@ def plan(model: Transformer, recipe: Recipe, say: Callable[[str], None]) -> dict
         scheme = head_scheme(recipe.scheme) if path == "lm_head" else recipe.scheme
         schemes |= dict.fromkeys(names, scheme)
         if (width := scheme.padded(linear.in_features)) != linear.in_features:
-            padded[f"{linear.in_features} columns, filled up to {width}, whole groups of {scheme.group_size}"] += len(
-                names
-            )
+            groups = f"{width} to make whole groups of {scheme.group_size}"
+            padded[f"{linear.in_features} columns, filled up to {groups}"] += len(names)
     if unused:
         raise QuantizationError(f"--keep {min(unused)}: no layer has such a name")
     if not schemes:
@@ -532,14 +555,15 @@ def rewrite(
             for layer, weight, stored in calibrate(checkpoint, model, schemes, windows):
                 add(layer, weight, stored)
         total = sum(info.nbytes for info in checkpoint.infos.values())
+        head = _head_name(checkpoint)
         with tqdm(total=total, desc="quantising", unit="B", unit_scale=True, delay=2) as bar:
             for name, tensor in checkpoint.tensors():
                 layer = name.removesuffix(".weight")
                 if layer not in schemes:
                     writer.add(name, tensor)
-                elif layer not in errors:
+                elif layer not in errors and name != head:
                     add(layer, tensor, quantize_matrix(tensor, schemes[layer], recipe.method))
-                if layer == "model.embed_tokens" and checkpoint.config.tie_word_embeddings and "lm_head" in schemes:
+                if name == head and "lm_head" in schemes and "lm_head" not in errors:
                     add("lm_head", tensor, quantize_matrix(tensor, schemes["lm_head"], recipe.method))
                 bar.update(tensor.nbytes)
         size = writer.bytes
@@ -603,23 +627,36 @@ def calibrate(
         window = block.self_attn.window
         plans = {window: model.attention.plan(positions, slots, window, length)}
         shared = SharedInputs(positions, None, model.rope.at(positions), model.attention, plans)
-        moments: dict[Linear, Tensor] = {}
         here = [(linear, names) for path, linear, names in matrices if path.startswith(f"layers.{index}.")]
         here = [(linear, names) for linear, names in here if names[0] in schemes]
-        hooks = [linear.register_forward_pre_hook(_second_moments(moments)) for linear, _ in here]
+        moments = {linear: torch.zeros(linear.in_features, linear.in_features) for linear, _ in here}
+
+        def gather(linear: nn.Module, inputs: tuple[Tensor], block: Block = block, moments: Any = moments) -> None:
+            moments[linear] += _second_moments(inputs[0], SINK_SHARE if linear is block.self_attn.qkv_proj else 0.0)
+
+        hooks = [linear.register_forward_pre_hook(gather) for linear in moments]
         for x in hidden:
             block(x, shared)
         for hook in hooks:
             hook.remove()
         for linear, names in here:
             stored = gptq(linear.weight, moments.pop(linear), schemes[names[0]])
-            sizes = [targets[f"{name}.weight"].shape[0] for name in names]
-            parts = zip(*(tensor.split(sizes) for tensor in stored.values()), strict=True)
-            for name, weight, part in zip(names, linear.weight.split(sizes), parts, strict=True):
-                yield name, weight, dict(zip(stored, part, strict=True))
+            first = 0
+            for name in names:
+                rows = slice(first, first := first + targets[f"{name}.weight"].shape[0])
+                yield name, linear.weight[rows], {suffix: tensor[rows] for suffix, tensor in stored.items()}
             linear.weight.copy_(dequantize(stored, torch.float32, linear.in_features))
         hidden = [block(x, shared) for x in hidden]
         block.to("meta")
+    if "lm_head" in schemes:
+        norm, head = model.norm.to_empty(device="cpu"), _read(checkpoint, _head_name(checkpoint))
+        norm.weight.copy_(_read(checkpoint, "model.norm.weight"))
+        seen = torch.stack([_second_moments(norm(x)) for x in hidden]).sum(0)
+        yield "lm_head", head, gptq(head, seen, schemes["lm_head"])
+
+
+def _head_name(checkpoint: Checkpoint) -> str:
+    return "model.embed_tokens.weight" if checkpoint.config.tie_word_embeddings else "lm_head.weight"
 
 
 def _read(checkpoint: Checkpoint, name: str) -> Tensor:
@@ -636,17 +673,11 @@ def _fill(block: Block, checkpoint: Checkpoint, model: Transformer, index: int, 
             target.copy_(_read(checkpoint, name))
 
 
-def _second_moments(moments: dict[Linear, Tensor]) -> Callable[[nn.Module, tuple[Tensor]], None]:
-    """A hook that sums x x^T over a Linear's inputs. The first position counts as a tenth of its window: most heads
-    rest on it (attention sinks, Xiao et al. 2023), so errors there are added to every other position."""
-
-    def hook(module: nn.Module, inputs: tuple[Tensor]) -> None:
-        x = inputs[0].flatten(0, 1).clone()
-        x[0] *= math.sqrt(SINK_SHARE * x.shape[0])
-        assert isinstance(module, Linear)
-        moments[module] = moments.get(module, 0) + x.T @ x
-
-    return hook
+def _second_moments(x: Tensor, sink_share: float = 0.0) -> Tensor:
+    """x [1, T, K] -> the sum of x x^T [K, K], where the first position counts as this share of the window."""
+    x = x.squeeze(0).clone()
+    x[0] *= math.sqrt(max(1.0, sink_share * x.shape[0]))
+    return x.T @ x
 
 
 # --- Command line

@@ -217,7 +217,7 @@ def search(weight: Tensor, scheme: Scheme, importance: Tensor) -> tuple[Tensor, 
 
 def quantize_matrix(weight: Tensor, scheme: Scheme, method: str = "rtn") -> dict[str, Tensor]:
     """weight [N, K] -> what is stored. Works through a few rows at a time."""
-    choose = half_quadratic if method == "hqq" else round_to_nearest
+    choose = half_quadratic if method == "hqq" and scheme.mode == "int4" else round_to_nearest
     stored = {
         name: torch.empty(shape, dtype=dtype, device=weight.device)
         for name, (shape, dtype) in scheme.tensors(*weight.shape).items()
@@ -487,8 +487,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise QuantizationError(f"unknown method {self.method!r}: one of {', '.join(METHODS)}")
-        if self.method == "hqq" and self.scheme.mode == "fp8":
-            raise QuantizationError("method hqq does not serve fp8, whose steps grow with the value: use rtn or gptq")
+        if self.method == "hqq" and self.scheme.mode != "int4":
+            raise QuantizationError(f"method hqq serves int4, not {self.scheme.mode}: use rtn or gptq")
         if (self.method == "gptq") != (self.calibration is not None):
             raise QuantizationError("method gptq and --calibration FILE, a text, go together")
 

@@ -270,20 +270,21 @@ def _compensated(
     weight: Tensor, scale: Tensor, zero: Tensor | None, inverse: Tensor, order: Tensor, scheme: Scheme
 ) -> Tensor:
     """Codes [N, g, G]; `inverse` is the upper Cholesky factor of the inverse of the moments of the ordered columns."""
-    left = weight.flatten(1)[:, order]  # what is still to be rounded, corrected as others are
-    codes, width = torch.empty_like(left), weight.shape[-1]
-    for first in range(0, left.shape[1], 64):  # corrections within a block at once, beyond it per block
-        last = min(first + 64, left.shape[1])
-        errors = torch.empty_like(left[:, first:last])
+    left = weight.flatten(1)[:, order].T.contiguous()  # [padded K, N]: still to be rounded, corrected as others are
+    codes, groups = torch.empty_like(left), (order // weight.shape[-1]).tolist()
+    scales = scale.squeeze(-1).T.contiguous()  # [g, N]
+    zeros = torch.zeros_like(scales) if zero is None else zero.squeeze(-1).T.contiguous()
+    for first in range(0, len(left), 64):  # corrections within a block at once, beyond it per block
+        last = min(first + 64, len(left))
+        errors = torch.empty_like(left[first:last])
         for column in range(first, last):
-            group = int(order[column]) // width
-            offset = 0.0 if zero is None else zero[:, group, 0]
-            codes[:, column] = scheme.snap(left[:, column], scale[:, group, 0], offset)
-            rounded = (codes[:, column] - offset) * scale[:, group, 0]
-            errors[:, column - first] = error = (left[:, column] - rounded) / inverse[column, column]
-            left[:, column:last] -= error.unsqueeze(1) * inverse[column, column:last]
-        left[:, last:] -= errors @ inverse[first:last, last:]
-    return codes[:, order.argsort()].view_as(weight)
+            scale, zero = scales[groups[column]], zeros[groups[column]]
+            codes[column] = scheme.snap(left[column], scale, zero)
+            error = (left[column] - (codes[column] - zero) * scale) / inverse[column, column]
+            left[column:last].addr_(inverse[column, column:last], error, alpha=-1)
+            errors[column - first] = error
+        left[last:].addmm_(inverse[first:last, last:].T, errors, alpha=-1)
+    return codes[order.argsort()].T.reshape(weight.shape)
 
 
 # --- The Linear that multiplies with codes

@@ -115,9 +115,7 @@ class FusedStep(nn.Module):
             project, output = attention.qkv_proj, attention.o_proj
             weight, *scales = weights(project)
             k_cache, v_cache, window = attention.cache.k, attention.cache.v, attention.window or 0
-            kernels.project(
-                scaled, squares, weight, project.bias, eps, self.qkv, *scales, state.position, k_cache, v_cache, window
-            )
+            kernels.project(scaled, squares, weight, project.bias, eps, self.qkv, *scales)
             kernels.attend(
                 self.qkv,
                 None if attention.q_norm is None else attention.q_norm.weight,

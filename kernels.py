@@ -47,7 +47,6 @@ else:
 
 PTX = tl.constexpr(not INTERPRETED)  # the interpreter knows no assembly
 DELAY_NS = 20_000
-PREFETCH = True
 delayed: str | None = None  # tests name a kernel here that is to dawdle, so that a missing wait shows
 
 
@@ -94,24 +93,6 @@ def _prefetch(base, size, piece, LANES: tl.constexpr):
     asm: tl.constexpr = """{ .reg .pred some; setp.gt.s32 some, $2, 0;
         @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"""
     tl.inline_asm_elementwise(asm, "=r,l,r", [base.to(tl.int64) + start, length], tl.int32, is_pure=False, pack=1)
-
-
-@jit
-def _prefetch_cache(
-    k_cache, v_cache, position, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr, HKV: tl.constexpr, SLOTS: tl.constexpr,
-    D: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Ask for this program's share of the keys and values that earlier steps left."""
-    ROW_BYTES: tl.constexpr = D * k_cache.dtype.element_ty.primitive_bitwidth // 8
-    end = tl.load(position).to(tl.int32)
-    first = tl.maximum(end - WINDOW + 1, 0) if WINDOW > 0 else 0
-    head, share = tl.program_id(0) % HKV, tl.program_id(0) // HKV
-    rows = tl.maximum(32, tl.cdiv(end - first, PROGRAMS // HKV))
-    start = first + share * rows
-    size = tl.minimum(rows, end - start) * ROW_BYTES
-    at = (head.to(tl.int64) * SLOTS + start) * D
-    _prefetch(k_cache + at, size, 4096, LANES)
-    _prefetch(v_cache + at, size, 4096, LANES)
 
 
 # --- Embedding
@@ -187,17 +168,17 @@ class Tile(NamedTuple):
 # By (outputs, inputs, whether gated) of a product, with 16-bit weights on an H200.
 TILES: dict[tuple[int, int, bool], Tile] = {
     (14336, 4096, True): Tile(2, 1024, 2),  # Llama 3.1 8B
-    (4096, 14336, False): Tile(8, 2048, 8),
-    (128256, 4096, False): Tile(8, 2048, 8),
-    (6144, 4096, False): Tile(8, 1024, 4),
+    (4096, 14336, False): Tile(8, 2048, 8, 2),
+    (128256, 4096, False): Tile(8, 2048, 8, 2),
+    (6144, 4096, False): Tile(2, 1024, 1, 2),
     (4096, 4096, False): Tile(8, 2048, 8),
     (8192, 2048, True): Tile(4, 512, 1),  # Llama 3.2 1B
-    (2048, 8192, False): Tile(4, 2048, 8),
+    (2048, 8192, False): Tile(4, 2048, 8, 2),
     (128256, 2048, False): Tile(16, 512, 2),
-    (3072, 2048, False): Tile(2, 1024, 1),
-    (2048, 2048, False): Tile(8, 1024, 4),
+    (3072, 2048, False): Tile(2, 512, 1, 3),
+    (2048, 2048, False): Tile(8, 1024, 4, 2),
     (3072, 1024, True): Tile(1, 512, 1),  # Qwen3 0.6B
-    (1024, 3072, False): Tile(4, 1024, 4),
+    (1024, 3072, False): Tile(4, 1024, 4, 2),
     (151936, 1024, False): Tile(16, 256, 1),
     (4096, 1024, False): Tile(4, 1024, 1),
     (1024, 2048, False): Tile(8, 1024, 4),
@@ -470,8 +451,7 @@ def _weights(
 
 @jit
 def _project_kernel(
-    h, squares, weight, scale, zero, bias, gain, x, out, parts, eps, multiplier, position, k_cache, v_cache,
-    WINDOW: tl.constexpr, HKV: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
+    h, squares, weight, scale, zero, bias, gain, x, out, parts, eps, multiplier,
     END: tl.constexpr, SCHEME: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, SQUARES: tl.constexpr, SQUARES_PADDED: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, AHEAD: tl.constexpr, CHAIN: tl.constexpr, DELAY: tl.constexpr,
@@ -512,8 +492,6 @@ def _project_kernel(
         w += (_weights(at, at_scale, at_zero, step, WORDS, WIDTH, GROUP),)
         if GATED:
             v += (_weights(at + N * WORDS, at_up_scale, at_up_zero, step, WORDS, WIDTH, GROUP),)
-    if k_cache is not None:  # attention comes next: its data is on the way while the weights are used
-        _prefetch_cache(k_cache, v_cache, position, (N + ROWS - 1) // ROWS, WINDOW, HKV, SLOTS, D, LANES)
     _await(CHAIN, DELAY)
 
     if END == "residual":
@@ -573,8 +551,7 @@ def _project_kernel(
 def _project(
     end: str, h: Tensor, weight: Tensor, scale: Tensor | None, zero: Tensor | None, out: Tensor, *,
     squares: Tensor | None = None, bias: Tensor | None = None, gain: Tensor | None = None, x: Tensor | None = None,
-    parts: Tensor | None = None, eps: float = 0.0, multiplier: float = 1.0, position: Tensor | None = None,
-    k_cache: Tensor | None = None, v_cache: Tensor | None = None, window: int = 0,
+    parts: Tensor | None = None, eps: float = 0.0, multiplier: float = 1.0,
 ) -> None:  # fmt: skip
     inputs, outputs = h.shape[1], out.shape[1]
     packing = scheme(weight, scale)
@@ -583,14 +560,9 @@ def _project(
     groups = scale.shape[1] if scale is not None and scale.ndim == 2 else 0
     rows = shape.rows if parts is None else block_size(outputs, parts.shape[1])
     sums = 1 if squares is None else squares.shape[1]
-    kv_heads, slots, dim = (1, 1, 1) if k_cache is None else k_cache.shape[1:]
-    fits = chained(h.device) and dim * h.element_size() % 16 == 0 and outputs // rows >= kv_heads
-    if not (PREFETCH and fits):
-        position = k_cache = v_cache = None
     _launch(
         _project_kernel, -(-outputs // rows), h, squares, words, scale, zero, bias, gain, x, out, parts, eps,
-        multiplier, position, k_cache, v_cache, WINDOW=window, HKV=kv_heads, SLOTS=slots, D=dim,
-        LANES=32 * shape.warps, END=end, SCHEME=packing, N=outputs, K=inputs, WORDS=words.shape[1],
+        multiplier, END=end, SCHEME=packing, N=outputs, K=inputs, WORDS=words.shape[1],
         GROUP=2 * weight.shape[1] // groups if groups else 0, GROUPS=groups,
         SQUARES=sums, SQUARES_PADDED=power_of_two(sums), ROWS=rows, COLUMNS=shape.columns,
         AHEAD=min(shape.ahead, -(-inputs // shape.columns)), num_warps=shape.warps,
@@ -610,19 +582,14 @@ def _product_reference(
 @torch.library.custom_op("nearroof::project", mutates_args=("out",))
 def project(
     h: Tensor, squares: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor,
-    scale: Tensor | None = None, zero: Tensor | None = None, position: Tensor | None = None,
-    k_cache: Tensor | None = None, v_cache: Tensor | None = None, window: int = 0,
+    scale: Tensor | None = None, zero: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out fp32 [B, N] = RMSNorm'd input @ weight^T + bias. h [B, K] is x * gain, squares [B, P] sum to x * x.
 
-    With caches, position and window (as `attend` takes them), what `attend` will read there is brought into L2. Here
-    and below: with `scale`, and perhaps `zero`, `weight` is packed (see above)."""
+    Here and below: with `scale`, and perhaps `zero`, `weight` is packed (see above)."""
     if not _runs_kernel(h):
         return project_reference(h, squares, weight, bias, eps, out, scale, zero)
-    return _project(
-        "plain", h, weight, scale, zero, out, squares=squares, bias=bias, eps=eps, position=position, k_cache=k_cache,
-        v_cache=v_cache, window=window,
-    )  # fmt: skip
+    return _project("plain", h, weight, scale, zero, out, squares=squares, bias=bias, eps=eps)
 
 
 def project_reference(

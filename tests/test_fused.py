@@ -259,7 +259,7 @@ def test_the_eager_decoder_draws_the_same_tokens() -> None:
 
 def hold_against_eager(make: Callable[[], Transformer]) -> None:
     """Teacher-forced: where the eager decoder would choose otherwise, both choices are all but equally good. Filters
-    are open: at the edge of one a rounding lets a token in or out, whatever its score (tests of kernels hold filters)."""
+    are open: at the edge of one, rounding lets a token in or out, whatever its score; kernels' own tests hold them."""
     model = make()
     params, prompt = SamplingParams(temperature=0.8, top_k=0, seed=3), list(range(40, 60))
     with Generator(model, kernels="triton", max_seq_len=256) as generator:

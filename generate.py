@@ -110,8 +110,9 @@ def load_model(
     targets = skeleton.named_targets()
     check_targets(checkpoint, targets)
     require_memory(place, _bytes(targets), cache_bytes(config, precision, batch, max_seq_len))
+    tied = getattr(skeleton.lm_head, "weight", None) is skeleton.embed_tokens.weight
     model = skeleton.to_empty(device=place)
-    if config.tie_word_embeddings and checkpoint.quantization is None:
+    if tied:
         model.lm_head.weight = model.embed_tokens.weight  # to_empty gave each name a tensor of its own
     load_weights(checkpoint, model.named_targets(), progress=True)
     if checkpoint.quantization is not None:

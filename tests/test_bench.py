@@ -493,7 +493,7 @@ def test_lm_eval_runs_a_task_of_a_local_file(
         "doc_to_target: '{{answer}}'\nmetric_list: [{metric: acc}]\n",
         "rolling": "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{begin}} time'\n"
         "metric_list: [{metric: word_perplexity}]\n",
-        "generated": "output_type: generate_until\ndoc_to_text: '{{begin}}'\ndoc_to_target: 'time'\n"
+        "generated": "output_type: generate_until\ndoc_to_text: '{{begin}}'\ndoc_to_target: ' time'\n"
         "generation_kwargs: {until: [','], max_gen_toks: 8}\nmetric_list: [{metric: exact_match}]\n",
     }
     for name, rest in kinds.items():

@@ -362,24 +362,22 @@ class QuantizedLinear(Linear):
         return F.pad(x, (0, padding)) if padding else x
 
     def pack(self, dtype: torch.dtype) -> None:
-        """Lay codes out for activations of this dtype: on CPUs, int4 codes as torch's operator wants them."""
+        """Lay codes out for activations of this dtype: on CPUs, int4 as torch's operator wants it where that serves."""
         if self.qweight.device.type != "cpu" or self.packed:
             return
-        if dtype == torch.float16:  # Inductor's loops for CPUs cannot hold bf16 and fp16 at once
+        int4 = self.scheme.mode == "int4"
+        if int4 and dtype == torch.bfloat16 and self.out_features % 16 == 0:
+            pairs = self.qweight.view(*self.scale.shape, -1)
+            codes = torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(1).to(torch.int32)
+            shift = -self.stored["zero"] * self.scale if "zero" in self.stored else torch.zeros_like(self.scale)
+            self.qweight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+            self.scale = torch.stack((self.scale, shift), dim=-1).transpose(0, 1).contiguous()  # of code - 8: [g, N, 2]
+            self.register_buffer("zero", None)
+            self.packed = True
+        elif int4 or dtype == torch.float16:  # Inductor's loops for CPUs: bf16 in them is slow, beside fp16 it is wrong
             for name, tensor in self.stored.items():
                 if tensor.dtype == torch.bfloat16:
                     setattr(self, name, tensor.float())
-        if self.scheme.mode != "int4" or dtype != torch.bfloat16 or self.out_features % 16:
-            return
-        pairs = self.qweight.view(*self.scale.shape, -1)
-        codes = torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(1).to(torch.int32)
-        zero = self.stored.get("zero", torch.zeros_like(self.scale))
-        self.qweight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-        # The operator computes (code - 8) * scale + shift, of [g, N, 2].
-        self.scale = torch.stack((self.scale, -zero * self.scale), dim=-1).transpose(0, 1).contiguous()
-        self.packed = True
-        if "zero" in self.stored:
-            del self.zero
 
 
 def _kept(x: Tensor) -> Tensor:

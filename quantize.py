@@ -41,7 +41,7 @@ PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 REPORT_FILE = "quantization_report.json"
 CALIBRATION_WINDOWS, CALIBRATION_LENGTH = 32, 512
 SINK_SHARE = 0.1  # most heads rest on the first position's key (attention sinks, Xiao et al. 2023): all others read it
-FEW = 16  # rows of activations up to which torch's int8 operator for CPUs beats turning codes into weights
+FEW = 16  # rows of activations below which torch's operators for CPUs beat turning codes into weights
 
 
 class QuantizationError(ValueError):
@@ -300,11 +300,31 @@ class QuantizedLinear(Linear):
         """In the place of `linear`: with what is stored, or uninitialised."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias, self.as_reduction, self.scheme = linear.bias, linear.as_reduction, scheme
-        self.packed = False  # whether qweight and scale have the form of torch's int4 operator for CPUs
+        self.bias, self.scheme, self.dtype = linear.bias, scheme, linear.weight.dtype
         for name, (shape, dtype) in scheme.tensors(self.out_features, self.in_features).items():
             tensor = torch.empty(shape, dtype=dtype, device=linear.weight.device) if stored is None else stored[name]
             self.register_buffer(name, tensor)
+        self._as_reduction = linear.as_reduction
+        self.packed: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def as_reduction(self) -> bool:
+        return self._as_reduction
+
+    @as_reduction.setter
+    def as_reduction(self, compiled: bool) -> None:
+        """Eager products of few rows read a copy of int4 codes, laid out for torch's operator; compiled ones do not."""
+        self._as_reduction = compiled
+        fits = self.qweight.device.type == "cpu" and self.dtype == torch.bfloat16 and self.out_features % 16 == 0
+        if compiled or not fits or self.scheme.mode != "int4":
+            self.packed = None
+        elif self.packed is None:
+            pairs = self.qweight.view(*self.scale.shape, -1)
+            codes = torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(1).to(torch.int32)
+            shift = -self.stored["zero"] * self.scale if "zero" in self.stored else torch.zeros_like(self.scale)
+            scale = torch.stack((self.scale, shift), dim=-1).transpose(0, 1)  # of code - 8: [g, N, 2]
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+            self.packed = (packed, scale.contiguous().to(torch.bfloat16))
 
     @property
     def stored(self) -> dict[str, Tensor]:
@@ -312,9 +332,6 @@ class QuantizedLinear(Linear):
 
     def parts(self, rows: slice) -> dict[str, Tensor]:
         return {name: tensor[rows] for name, tensor in [*self.named_buffers(), *self.named_parameters()]}
-
-    def reduces(self, x: Tensor) -> bool:
-        return super().reduces(x) and not self.packed
 
     def forward(self, x: Tensor, rows: slice = slice(None)) -> Tensor:
         bias = None if self.bias is None else self.bias[rows]
@@ -346,11 +363,11 @@ class QuantizedLinear(Linear):
     def _product(self, x: Tensor) -> Tensor:
         """x [M, padded K] -> [M, N]: by torch's own operators for codes on CPUs where they are the fastest, else of
         codes turned into weights."""
-        if self.packed:
-            group = self.scheme.group_size
-            return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), self.qweight, group, self.scale)
-        aligned = x.device.type == "cpu" and x.dtype == torch.bfloat16 and self.in_features % 16 == 0
-        if self.scheme.mode == "int8" and aligned and x.shape[0] < FEW:  # it reads past the end of other rows
+        few = x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.shape[0] < FEW
+        if few and self.packed is not None:
+            codes, scale = self.packed
+            return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), codes, self.scheme.group_size, scale)
+        if few and self.scheme.mode == "int8" and self.in_features % 16 == 0:  # it reads past the end of other rows
             return torch.ops.aten._weight_int8pack_mm(x.contiguous(), self.qweight, self.scale)
         if self.scheme.mode == "int8" and x.dtype != torch.float16:  # codes are exact in bf16, and one pass less
             return F.linear(x, self.qweight.to(x.dtype)) * self.scale.to(x.dtype)
@@ -362,22 +379,14 @@ class QuantizedLinear(Linear):
         return F.pad(x, (0, padding)) if padding else x
 
     def pack(self, dtype: torch.dtype) -> None:
-        """Lay codes out for activations of this dtype: on CPUs, int4 as torch's operator wants it where that serves."""
-        if self.qweight.device.type != "cpu" or self.packed:
-            return
-        int4 = self.scheme.mode == "int4"
-        if int4 and dtype == torch.bfloat16 and self.out_features % 16 == 0:
-            pairs = self.qweight.view(*self.scale.shape, -1)
-            codes = torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(1).to(torch.int32)
-            shift = -self.stored["zero"] * self.scale if "zero" in self.stored else torch.zeros_like(self.scale)
-            self.qweight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-            self.scale = torch.stack((self.scale, shift), dim=-1).transpose(0, 1).contiguous()  # of code - 8: [g, N, 2]
-            self.register_buffer("zero", None)
-            self.packed = True
-        elif int4 or dtype == torch.float16:  # Inductor's loops for CPUs: bf16 in them is slow, beside fp16 it is wrong
-            for name, tensor in self.stored.items():
+        """Lay what is stored, now filled, out for activations of this dtype."""
+        self.dtype = dtype
+        if self.qweight.device.type == "cpu" and (self.scheme.mode == "int4" or dtype == torch.float16):
+            for name, tensor in self.stored.items():  # in Inductor's loops for CPUs bf16 is slow, beside fp16 wrong
                 if tensor.dtype == torch.bfloat16:
                     setattr(self, name, tensor.float())
+        self.packed = None
+        self.as_reduction = self.as_reduction  # lays out anew
 
 
 def _kept(x: Tensor) -> Tensor:

@@ -119,8 +119,7 @@ def dequantize(stored: Mapping[str, Tensor], dtype: torch.dtype, columns: int) -
     qweight, scale = stored["qweight"], stored["scale"]
     wide = torch.float32 if dtype == torch.float16 else dtype  # a scale may be too small for fp16
     if qweight.dtype != torch.uint8:
-        codes = _fp8_values(qweight) if qweight.dtype == torch.float8_e4m3fn else qweight
-        return (codes.to(wide) * scale.to(wide).unsqueeze(1)).to(dtype)
+        return (_codes(qweight, wide) * scale.to(wide).unsqueeze(1)).to(dtype)
     pairs = qweight.view(*scale.shape, -1)  # [N, g, G / 2]
     codes = torch.cat((pairs & 15, pairs >> 4), dim=-1).to(wide) - 8
     if "zero" in stored:
@@ -136,14 +135,18 @@ def _converts_fp8(tensor: Tensor) -> bool:
 FP8_BITS_SCALE = 2.0**-120
 
 
-def _fp8_bits(codes: Tensor) -> Tensor:
-    """e4m3 codes times FP8_BITS_SCALE, fp32: sign, exponent and fraction moved to where fp32 has them. Vectorises where
-    there is no instruction for it; exact, subnormal codes included."""
-    return (codes.view(torch.int8).to(torch.int32) << 20 & ~0x78000000).view(torch.float32)
+def _fp8_bits(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """e4m3 codes times FP8_BITS_SCALE in fp32 or bf16: sign, exponent and fraction moved to where that has them.
+    Vectorises where there is no instruction for it; exact, subnormal codes included."""
+    integers, shift = (torch.int32, 20) if dtype == torch.float32 else (torch.int16, 4)
+    return (codes.view(torch.int8).to(integers) << shift & ~(0x78 << shift + 4)).view(dtype)
 
 
-def _fp8_values(codes: Tensor) -> Tensor:
-    return codes.float() if _converts_fp8(codes) else _fp8_bits(codes) * (1 / FP8_BITS_SCALE)
+def _codes(qweight: Tensor, dtype: torch.dtype) -> Tensor:
+    """8-bit codes as fp32 or bf16, exact in both."""
+    if qweight.dtype == torch.int8 or _converts_fp8(qweight):
+        return qweight.to(dtype)
+    return _fp8_bits(qweight, dtype) * (1 / FP8_BITS_SCALE)
 
 
 # --- Methods: which codes and scales
@@ -353,7 +356,7 @@ class QuantizedLinear(Linear):
             if _converts_fp8(codes):
                 return (codes.float() * _kept(x)).sum(-1) * scale
             half = FP8_BITS_SCALE**-0.5  # the other half comes after the sum, so that neither leaves fp32's range
-            return (_fp8_bits(codes) * _kept(x * half)).sum(-1) * (scale * half)
+            return (_fp8_bits(codes, torch.float32) * _kept(x * half)).sum(-1) * (scale * half)
         pairs = codes.view(*scale.shape, -1).to(torch.int32)  # bytes would not vectorise
         low, high = _kept(x).view(scale.shape[1], 2, -1).unbind(1)
         zero = self.stored["zero"][rows].float().unsqueeze(-1) if "zero" in self.stored else 0.0
@@ -369,8 +372,8 @@ class QuantizedLinear(Linear):
             return torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), codes, self.scheme.group_size, scale)
         if few and self.scheme.mode == "int8" and self.in_features % 16 == 0:  # it reads past the end of other rows
             return torch.ops.aten._weight_int8pack_mm(x.contiguous(), self.qweight, self.scale)
-        if self.scheme.mode == "int8" and x.dtype != torch.float16:  # codes are exact in bf16, and one pass less
-            return F.linear(x, self.qweight.to(x.dtype)) * self.scale.to(x.dtype)
+        if self.scheme.mode != "int4" and x.dtype != torch.float16:  # one pass less
+            return F.linear(x, _codes(self.qweight, x.dtype)) * self.scale.to(x.dtype)
         return F.linear(x, dequantize(self.stored, x.dtype, x.shape[1]))
 
     def _filled(self, x: Tensor) -> Tensor:

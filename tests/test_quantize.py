@@ -117,7 +117,8 @@ def test_rows_of_zeros_stay_zeros(scheme: Scheme) -> None:
 def test_all_fp8_codes_are_read_exactly() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     codes = codes[codes.float().isfinite()]
-    assert torch.equal(quantize._fp8_values(codes), codes.float())
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(quantize._codes(codes, dtype).float(), codes.float())
 
 
 # --- Methods

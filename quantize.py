@@ -139,14 +139,15 @@ def _fp8_bits(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """e4m3 codes times FP8_BITS_SCALE in fp32 or bf16: sign, exponent and fraction moved to where that has them.
     Vectorises where there is no instruction for it; exact, subnormal codes included."""
     integers, shift = (torch.int32, 20) if dtype == torch.float32 else (torch.int16, 4)
-    return (codes.view(torch.int8).to(integers) << shift & ~(0x78 << shift + 4)).view(dtype)
+    bits = codes.view(torch.int8).to(integers)
+    return bits.bitwise_left_shift_(shift).bitwise_and_(~(0x78 << shift + 4)).view(dtype)
 
 
 def _codes(qweight: Tensor, dtype: torch.dtype) -> Tensor:
     """8-bit codes as fp32 or bf16, exact in both."""
     if qweight.dtype == torch.int8 or _converts_fp8(qweight):
         return qweight.to(dtype)
-    return _fp8_bits(qweight, dtype) * (1 / FP8_BITS_SCALE)
+    return _fp8_bits(qweight, dtype).mul_(1 / FP8_BITS_SCALE)
 
 
 # --- Methods: which codes and scales

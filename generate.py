@@ -20,9 +20,10 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -238,7 +239,8 @@ class _RowText:
 
 
 class TextRun:
-    """A generation of text under way: iterate for (row, piece); `completions` fills up meanwhile."""
+    """A generation of text under way: iterate for (row, piece) at every token, the piece empty where no text is final
+    yet; `completions` fills up meanwhile."""
 
     def __init__(self, run: Run, streams: Sequence[TextStream], stops: Sequence[str]) -> None:
         self._run = run
@@ -258,9 +260,8 @@ class TextRun:
                     piece += text.finish()
                     if text.scanner.stopped:
                         self.completions[row].completion.finish_reason = "stop"
-                if piece:
-                    self.completions[row].text += piece
-                    yield row, piece
+                self.completions[row].text += piece
+                yield row, piece
 
 
 class TextGenerator:
@@ -309,7 +310,8 @@ class TextGenerator:
     def stream(self, prompt: str, params: SamplingParams = DEFAULT_SAMPLING, **options: Any) -> Iterator[str]:
         """Generate for one prompt, piece by piece, each as soon as it is final; options as in `run`."""
         for _, piece in self.run([self.tokenizer.encode(prompt)], params, **options):
-            yield piece
+            if piece:
+                yield piece
 
     def chat(self) -> "Conversation":
         """A conversation by the checkpoint's own chat template. ValueError where it has none."""
@@ -328,8 +330,8 @@ class Conversation:
     last: TextCompletion | None = None
 
     def send(self, text: str, params: SamplingParams = DEFAULT_SAMPLING, **options: Any) -> Iterator[str]:
-        """Ask, and yield the answer piece by piece. An answer that is broken off counts as far as it came; a
-        question that cannot be asked (ValueError) is not kept."""
+        """Ask, and yield the answer piece by piece, one at every token (some are empty), so that it can be broken off
+        between any two. It then counts as far as it came; a question that cannot be asked (ValueError) is not kept."""
         asked = [*self.messages, {"role": "user", "content": text}]
         run = self.llm.run([self.llm.tokenizer.chat(asked)], params, reuse=True, answers=True, **options)
         self.messages, self.last = asked, run.completions[0]
@@ -672,12 +674,12 @@ def _converse(options: argparse.Namespace, llm: TextGenerator, params: SamplingP
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     conversation = llm.chat()
-    for turn, line in enumerate(iter(_ask, "")):
-        with _noted_interrupts() as interrupts:
+    with _Interrupts() as interrupts:
+        for turn, line in enumerate(iter(lambda: _ask(interrupts), "")):
             try:
                 with closing(conversation.send(line, _nth(params, turn), **_ends(options))) as pieces:
-                    for piece in itertools.takewhile(lambda _: not interrupts, pieces):
-                        print(piece, end="", flush=True)
+                    for piece in itertools.takewhile(lambda _: not interrupts.noted, pieces):
+                        print(piece, end="", flush=bool(piece))
             except ValueError as error:  # the conversation is full, say: it stays open, for the user to leave
                 _fail(error, 2)
             else:
@@ -685,28 +687,40 @@ def _converse(options: argparse.Namespace, llm: TextGenerator, params: SamplingP
     return 0
 
 
-def _ask() -> str:
+class _Interrupts:
+    """Ctrl-C, in a conversation: raised while a line is awaited, else only noted, since an answer ends between two of
+    its tokens and never inside a step. One handler for both, so that no moment between them is left to Python's own."""
+
+    def __init__(self) -> None:
+        self.awaiting = self.noted = False
+
+    def __enter__(self) -> "_Interrupts":
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.noted = True
+        if self.awaiting:
+            self.awaiting = False  # not raised twice: the first is being dealt with
+            raise KeyboardInterrupt
+
+
+def _ask(interrupts: _Interrupts) -> str:
     """The user's next line that says anything; empty at the end of the input."""
     while True:
         try:
+            interrupts.awaiting, interrupts.noted = True, False
             print("> ", end="", file=sys.stderr, flush=True)
             line = sys.stdin.readline() if sys.stdin else ""
+            interrupts.awaiting = False
         except KeyboardInterrupt:
             print(file=sys.stderr)
             continue
         if line.strip() or not line:
             return line.rstrip("\r\n")
-
-
-@contextmanager
-def _noted_interrupts() -> Iterator[list[int]]:
-    """Ctrl-C is noted here, not raised: an answer ends between two of its pieces, and never inside a step."""
-    noted: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: noted.append(number))
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":

@@ -136,9 +136,9 @@ def test_pieces_joined_are_the_text_of_all_ids(prompt: str, llm: TextGenerator) 
     run = llm.run([ids], params, max_new_tokens=60)
     pieces = [piece for _, piece in run]
     (completion,) = run.completions
-    assert all(pieces) and "".join(pieces) == completion.text
+    assert "".join(pieces) == completion.text
     assert completion.text == llm.tokenizer.decode(completion.completion.tokens, ids)
-    assert list(llm.stream(prompt, params, max_new_tokens=60)) == pieces
+    assert list(llm.stream(prompt, params, max_new_tokens=60)) == [piece for piece in pieces if piece]
 
 
 def test_the_first_new_token_is_shown_as_soon_as_it_is_there(llm: TextGenerator) -> None:
@@ -258,6 +258,11 @@ def test_a_second_turn_remembers_the_first_and_prefills_what_is_new(llm: TextGen
     assert prefilled[1] < whole - before, "less than the new turn and the answer, which is there already"
     assert [message["content"] for message in conversation.messages] == ["Hi there.", first, "And?", second]
     assert second == fresh(llm, conversation, max_new_tokens=6)
+
+
+def test_an_answer_can_be_broken_off_at_any_token_one_without_text_too(llm: TextGenerator) -> None:
+    pieces = list(llm.chat().send("Hi.", SamplingParams(seed=5), max_new_tokens=60, ignore_eos=True))
+    assert len(pieces) == 60 and "" in pieces
 
 
 def test_a_third_turn_after_an_interrupted_one_goes_on_from_what_was_shown(
@@ -685,27 +690,27 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_leaves(tmp_path: Path, root: Path) -> 
     os.close(slave)
     assert process.stdout is not None and process.stderr is not None
 
-    def wait_for(pipe: io.BufferedReader, word: bytes) -> bytes:
+    def part(pipe: io.BufferedReader) -> bytes:
+        assert select.select([pipe], [], [], 60)[0], "nothing came"
+        return os.read(pipe.fileno(), 1 << 16)
+
+    def await_prompt() -> None:
         seen = b""
-        while word not in seen:
-            assert select.select([pipe], [], [], 60)[0], seen
-            part = os.read(pipe.fileno(), 1 << 16)
-            assert part, seen
-            seen += part
-        return seen
+        while b"> " not in seen:
+            latest = part(process.stderr)
+            assert latest, seen
+            seen += latest
+        while select.select([process.stdout], [], [], 0)[0]:
+            part(process.stdout)  # the rest of an answer is no sign of the next
 
     try:
-        wait_for(process.stderr, b"> ")
-        os.write(master, b"Hello\n")
-        assert select.select([process.stdout], [], [], 60)[0]
-        os.write(master, b"\x03")
-        wait_for(process.stderr, b"> ")
-        os.write(master, b"half a li\x03")
-        wait_for(process.stderr, b"> ")
-        os.write(master, b"Again\n")
-        assert select.select([process.stdout], [], [], 60)[0]
-        os.write(master, b"\x03")
-        wait_for(process.stderr, b"> ")
+        await_prompt()
+        for text in (b"Hello\n", b"half a li", b"Again\n"):
+            os.write(master, text)
+            if text.endswith(b"\n"):
+                assert part(process.stdout)
+            os.write(master, b"\x03")
+            await_prompt()
         os.write(master, b"\x04")
         _, err = process.communicate(timeout=60)
         assert process.returncode == 0 and b"Traceback" not in err

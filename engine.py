@@ -338,6 +338,7 @@ class Generator:
             self._launch()
 
     def _launch(self) -> None:
+        self._require_caches()  # nothing else notices: the compiled step takes the modules as they were
         in_use = max(self._positions) + 1
         if self.decoder == "eager":
             self._step(self._sampler, in_use)
@@ -472,13 +473,16 @@ class Generator:
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("this Generator is at work in another thread")
         try:
-            if self.model.layers[0].self_attn.cache.k is not self._cache:
-                raise RuntimeError("another Generator has been made of this model since")
+            self._require_caches()
             if generation is not None and generation != self._begun:
                 raise RuntimeError("another generation has begun on this Generator since")
             yield
         finally:
             self._lock.release()
+
+    def _require_caches(self) -> None:
+        if self.model.layers[0].self_attn.cache.k is not self._cache:
+            raise RuntimeError("another Generator has been made of this model since")
 
     def _forget(self) -> None:
         """Clear the caches: a masked slot counts for nothing, but nothing times NaN is NaN."""
@@ -673,6 +677,10 @@ def inductor_options(device: torch.device, compile_mode: str, project_settings: 
     """Inductor's settings for one compiled function: the mode's own, and this project's with the reason for each.
     torch.compile takes either a mode or options, hence the mode is spelled out here."""
     options = dict(torch._inductor.list_mode_options(compile_mode))
+    if project_settings:
+        # A check at every step that no module has changed takes up to a sixth of a small model's time on CPU. A
+        # Generator sets its modules up before it compiles, and stops once another has taken over the model.
+        options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
     if device.type == "cuda" and project_settings:
         options["coordinate_descent_tuning"] = True  # tile shapes of the GEMV loops
         if torch.cuda.get_device_capability(device) >= (9, 0) and torch.version.hip is None:

@@ -563,6 +563,9 @@ def test_a_model_serves_its_latest_generator() -> None:
     assert type(model.attention).__name__ == "SlicedAttention", "the eager forms are back"
     with pytest.raises(RuntimeError, match="another Generator has been made of this model"):
         tokens_of(first, [ids_of(7)], TOP_K)
+    first.begin([1], [0], TOP_K)
+    with pytest.raises(RuntimeError, match="another Generator has been made of this model"):
+        first.run_steps(1)
 
 
 def test_a_closed_generator_says_so() -> None:

@@ -16,11 +16,12 @@ import itertools
 import json
 import os
 import random
+import select
 import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -671,8 +672,6 @@ def _processor_name() -> str:
 
 def _converse(options: argparse.Namespace, llm: TextGenerator, params: SamplingParams) -> int:
     """Answer line after line, until their end."""
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")
     conversation = llm.chat()
     with _Interrupts() as interrupts:
         for turn, line in enumerate(iter(lambda: _ask(interrupts), "")):
@@ -688,39 +687,46 @@ def _converse(options: argparse.Namespace, llm: TextGenerator, params: SamplingP
 
 
 class _Interrupts:
-    """Ctrl-C, in a conversation: raised while a line is awaited, else only noted, since an answer ends between two of
-    its tokens and never inside a step. One handler for both, so that no moment between them is left to Python's own."""
-
-    def __init__(self) -> None:
-        self.awaiting = self.noted = False
+    """Ctrl-C in a conversation: noted, never raised, so that an answer ends between two of its tokens and not inside a
+    step. A signal that comes just before a read does not end it: hence a pipe, to be waited for beside the input."""
 
     def __enter__(self) -> "_Interrupts":
-        self._before = signal.signal(signal.SIGINT, self._handle)
+        self.noted = False
+        self.wake, self._waker = os.pipe()
+        for end in (self.wake, self._waker):
+            os.set_blocking(end, False)
+        self._before = signal.signal(signal.SIGINT, self._note), signal.set_wakeup_fd(self._waker)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        signal.set_wakeup_fd(self._before[1])
+        signal.signal(signal.SIGINT, self._before[0])
+        os.close(self.wake)
+        os.close(self._waker)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: FrameType | None) -> None:
         self.noted = True
-        if self.awaiting:
-            self.awaiting = False  # not raised twice: the first is being dealt with
-            raise KeyboardInterrupt
+
+    def forget(self) -> None:
+        self.noted = False
+        with suppress(BlockingIOError):
+            os.read(self.wake, 1 << 16)
 
 
 def _ask(interrupts: _Interrupts) -> str:
     """The user's next line that says anything; empty at the end of the input."""
-    while True:
-        try:
-            interrupts.awaiting, interrupts.noted = True, False
+    if sys.stdin is None:
+        return ""
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lines:  # nothing is read ahead, past a `select`
+        while True:
+            interrupts.forget()
             print("> ", end="", file=sys.stderr, flush=True)
-            line = sys.stdin.readline() if sys.stdin else ""
-            interrupts.awaiting = False
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-            continue
-        if line.strip() or not line:
-            return line.rstrip("\r\n")
+            if interrupts.wake in select.select([lines, interrupts.wake], [], [])[0]:
+                print(file=sys.stderr)
+                continue
+            line = lines.readline().decode(errors="replace")
+            if line.strip() or not line:
+                return line.rstrip("\r\n")
 
 
 if __name__ == "__main__":

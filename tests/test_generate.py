@@ -663,10 +663,13 @@ def test_a_mistake_in_a_process_of_its_own(arguments: list[str], root: Path) -> 
 
 
 def test_a_piped_conversation_answers_each_line_and_ends_with_its_input(
-    tiny: Path, llm: TextGenerator, cli: Cli, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, llm: TextGenerator, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\n  \nAnd?\r\n" + "x" * 600 + "\nBye"))
-    shown = cli("--checkpoint", tiny, "--interactive", "--seed", 4, "--max-new-tokens", 5)
+    lines = tmp_path / "lines"
+    lines.write_bytes(b"Hello\n\n  \nAnd?\r\n" + b"x" * 600 + b"\nBye")
+    with lines.open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        shown = cli("--checkpoint", tiny, "--interactive", "--seed", 4, "--max-new-tokens", 5)
     conversation = llm.chat()
     expected = []
     for turn, text in ((0, "Hello"), (1, "And?"), (3, "Bye")):
@@ -705,7 +708,7 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_leaves(tmp_path: Path, root: Path) -> 
 
     try:
         await_prompt()
-        for text in (b"Hello\n", b"half a li", b"Again\n"):
+        for text in (b"Hello\n", b"half a li", b"", b"Again\n"):
             os.write(master, text)
             if text.endswith(b"\n"):
                 assert part(process.stdout)

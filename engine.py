@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import fused
 from attention import CacheAttention, FlexAttention, ReducedAttention, SlicedAttention
 from decoding import EOS_CAPACITY, NO_TOKEN, RING, DecodeState, DecodeStep
-from model import Linear, ModelConfig, Transformer, rotary_frequencies
+from model import Block, Linear, ModelConfig, Transformer, rotary_frequencies
 from profiling import CompilationFacts, GraphProof, GraphWatch
 from sampling import INVALID
 
@@ -188,14 +188,17 @@ class Generator:
             self._note(f"kernels: inductor, since triton's do not serve this: {reason}")
         return "compiled"
 
-    def _choose_forms(self, compiled: bool, reductions: bool) -> None:
+    def _choose_forms(self, compiled: bool, own: bool) -> None:
         """Swap in the forms that Inductor compiles well, or the plain ones, since another Generator may have had the
         model before; the numbers stay the same up to rounding."""
         forms: dict[str, type[CacheAttention]] = {"cuda": FlexAttention, "cpu": ReducedAttention} if compiled else {}
         self.model.attention = forms.get(self.device.type, SlicedAttention)()
+        # One block is compiled for all alike: SmolLM2's step takes 17 s instead of 75, and runs as fast.
+        regional = compiled and own and self.device.type == "cpu"
+        self.model.run_block = torch.compiler.nested_compile_region(Block.__call__) if regional else Block.__call__
         for module in self.model.modules():
             if isinstance(module, Linear):
-                module.as_reduction = compiled and reductions
+                module.as_reduction = compiled and own
 
     # --- Prefill
 

@@ -1,7 +1,8 @@
 """A Llama-shaped transformer with a static KV cache: eager, single-device, plain torch.
 
 Knows nothing of files, tokenizers, sampling, compilation or quantisation. Speed comes from outside: the attention over
-the cache is exchangeable (`Transformer.attention`), and a `Linear` may be swapped for anything with its interface.
+the cache and the call of a block are exchangeable (`Transformer.attention`, `run_block`), and a `Linear` may be swapped
+for anything with its interface.
 
 Legend: B batch, T tokens, H hidden_size, Hq query heads, Hkv key/value heads, D head_dim, S cache slots, V vocabulary.
 
@@ -11,7 +12,7 @@ rows.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -364,6 +365,7 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.rope = RotaryTable()
         self.attention: CacheAttention = SlicedAttention()
+        self.run_block: Callable[[Block, Tensor, SharedInputs], Tensor] = Block.__call__
         self.capacity = 0  # positions that a conversation may use; the caches hold more
 
     def blocks(self) -> Iterator[Block]:
@@ -406,7 +408,7 @@ class Transformer(nn.Module):
         # The residual stays in fp32: rounding it after every layer is half of what bf16 costs in accuracy.
         x = scaled(self.embed_tokens(tokens).float(), self.config.embedding_multiplier)
         for block in self.blocks():
-            x = block(x, shared)
+            x = self.run_block(block, x, shared)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -7,13 +7,15 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.fx import GraphModule
 
 from engine import PREFILL_CHUNKS, Generator, SamplingParams, inductor_options, most_positions
 from model import ModelConfig, RotaryConfig, Transformer, build, randomize
@@ -241,6 +243,23 @@ def test_a_step_that_does_not_compile_is_one_clear_error() -> None:
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"^the compiled decode step \(greedy\) did not compile: .*no room"):
                 tokens_of(generator, [ids_of(3)])
+
+
+@pytest.mark.parametrize(("rotary_layers", "kinds"), [((), 1), ((True, False, True, True, False, True), 2)])
+def test_blocks_that_are_alike_are_compiled_once(rotary_layers: tuple[bool, ...], kinds: int) -> None:
+    compiled: list[GraphModule] = []
+
+    def backend(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    config = replace(LLAMA, num_hidden_layers=6, sliding_windows=(8, None) * 3, rotary_layers=rotary_layers)
+    with generator_of(config, compile=True, backend=backend) as generator:
+        tokens = tokens_of(generator, [ids_of(20)])
+    calls = [node for node in compiled[0].graph.nodes if node.target is torch.ops.higher_order.invoke_subgraph]
+    assert len(calls) == 6 and len({call.args[0].target for call in calls}) == kinds
+    with generator_of(config) as eager:
+        assert tokens_of(eager, [ids_of(20)]) == tokens
 
 
 class FakeWatch:

@@ -163,7 +163,7 @@ class Generator:
         if compiled and backend == "inductor":
             self.options = inductor_options(self.device, compile_mode, project_settings)
         self._compiled_steps: dict[str, Callable[[str, Tensor | None], None]] = {}
-        self._compiled_prefills: dict[int, Callable[[Tensor, Tensor, Tensor | None], None]] = {}
+        self._compiled_prefills: dict[int, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {}
         self._compiles_prefill = compiled and compile_prefill
         self._choose_forms(compiled, project_settings)
         self._captures = compiled and self.device.type == "cuda" and captures_graphs(compile_mode)
@@ -234,12 +234,14 @@ class Generator:
         else:
             self.model(inputs[0], inputs[1], rows, start + size)
 
-    def _compiled_prefill(self, size: int) -> Callable[[Tensor, Tensor, Tensor | None], None]:
+    def _compiled_prefill(self, size: int) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
         if size not in self._compiled_prefills:
             model = self.model
 
-            def prefill(tokens: Tensor, positions: Tensor, rows: Tensor | None) -> None:
-                model(tokens, positions, rows)
+            def prefill(tokens: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
+                return model(
+                    tokens, positions, rows
+                )  # a call of a block that nothing comes of is dropped, writes and all
 
             compiled = self._compile(prefill)
             scratch = torch.full((1, size), self.capacity, device=self.device)
@@ -276,7 +278,7 @@ class Generator:
         torch._dynamo.mark_dynamic(used, 0)
         return used
 
-    def _compile(self, function: Callable[..., None]) -> Callable[..., Any]:
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # Dynamo keeps what it compiled by code object: a copy gives this Generator entries of its own, which neither
         # count against another's recompile limit nor outlive it.
         own = types.FunctionType(

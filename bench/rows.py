@@ -143,13 +143,20 @@ def identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def check(row: Row, cache_bytes: int) -> None:
-    """Raises ImpossibleFigure when the row claims to read faster than the memory, from more than the cache can hold."""
+    """Raises ImpossibleFigure when the row claims to multiply faster than the processor, or to read faster than the
+    memory from more than the cache can hold."""
+    name = row.decoder or row.engine
+    if row.share_of_matrix_limit is not None and row.share_of_matrix_limit > 1:
+        raise ImpossibleFigure(
+            f"{name}: {row.prefill_tok_per_s:.1f} tok/s is {row.share_of_matrix_limit:.3f} of the matrix rate measured "
+            "in the same run; was the machine busy? Measure again"
+        )
     if row.share_of_limit is None or row.bytes_per_step is None or row.bytes_per_step < SEVERAL * cache_bytes:
         return
     if row.share_of_limit > 1:
         raise ImpossibleFigure(
-            f"{row.decoder or row.engine}: {row.decode_tok_per_s:.1f} tok/s is {row.share_of_limit:.3f} of the "
-            "bandwidth measured in the same run; was the machine busy? Measure again"
+            f"{name}: {row.decode_tok_per_s:.1f} tok/s is {row.share_of_limit:.3f} of the bandwidth measured in the same "
+            "run; was the machine busy? Measure again"
         )
 
 

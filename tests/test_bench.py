@@ -95,6 +95,12 @@ def test_a_rate_above_the_limit_is_refused_unless_the_cache_may_explain_it(
         rows.check(row, cache_bytes=10)
 
 
+def test_a_prefill_faster_than_the_processor_multiplies_is_refused() -> None:
+    rows.check(Row(decoder="eager", prefill_tok_per_s=9.0, share_of_matrix_limit=1.0), cache_bytes=10)
+    with pytest.raises(rows.ImpossibleFigure, match=r"9\.0 tok/s is 1\.500 of the matrix rate"):
+        rows.check(Row(decoder="eager", prefill_tok_per_s=9.0, share_of_matrix_limit=1.5), cache_bytes=10)
+
+
 @pytest.mark.parametrize("path", sorted(readme.RESULTS.glob("*.json")), ids=lambda path: path.name)
 def test_committed_rows_are_rows(path: Path) -> None:
     for row in rows.read_rows(path):

@@ -159,6 +159,12 @@ def padded() -> Iterator[Generator]:
         yield generator
 
 
+def test_prefill_by_inductor_writes_the_cache() -> None:
+    """Its result is of no use to anyone, its writes are."""
+    with generator_of(compile_prefill=True, compile=True, max_seq_len=64) as generator, generator_of() as plain:
+        assert tokens_of(generator, [ids_of(15)], TOP_K) == tokens_of(plain, [ids_of(15)], TOP_K)
+
+
 def test_prefill_is_compiled_once_per_chunk_size(padded: Generator) -> None:
     for length in range(1, 256, 7):
         tokens_of(padded, [ids_of(length)], TOP_K, 1)

@@ -155,8 +155,8 @@ def check(row: Row, cache_bytes: int) -> None:
         return
     if row.share_of_limit > 1:
         raise ImpossibleFigure(
-            f"{name}: {row.decode_tok_per_s:.1f} tok/s is {row.share_of_limit:.3f} of the bandwidth measured in the same "
-            "run; was the machine busy? Measure again"
+            f"{name}: {row.decode_tok_per_s:.1f} tok/s is {row.share_of_limit:.3f} of the bandwidth measured in the "
+            "same run; was the machine busy? Measure again"
         )
 
 

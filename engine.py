@@ -682,11 +682,14 @@ def inductor_options(device: torch.device, compile_mode: str, project_settings: 
     """Inductor's settings for one compiled function: the mode's own, and this project's with the reason for each.
     torch.compile takes either a mode or options, hence the mode is spelled out here."""
     options = dict(torch._inductor.list_mode_options(compile_mode))
-    if project_settings:
-        # A check at every step that no module has changed takes up to a sixth of a small model's time on CPU. A
-        # Generator sets its modules up before it compiles, and stops once another has taken over the model.
-        options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
-    if device.type == "cuda" and project_settings:
+    if not project_settings:
+        return options
+    # Checks at every step that no module has changed, and that every weight has its size, take up to a fifth of a small
+    # model's time on CPU. A Generator sets its modules up before it compiles, and stops once another has the model.
+    options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
+    if device.type == "cpu":
+        options["size_asserts"] = False
+    if device.type == "cuda":
         options["coordinate_descent_tuning"] = True  # tile shapes of the GEMV loops
         if torch.cuda.get_device_capability(device) >= (9, 0) and torch.version.hip is None:
             options["triton.enable_pdl"] = True  # a kernel starts while the one before drains

@@ -48,9 +48,16 @@ CPU_STEPS = {
 
 
 def join_quality(row: Mapping[str, Any], quality: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row with perplexity and token agreement of the trained model at the same precision, where they are known."""
-    same = [other for other in quality if other.get("quantization") == row.get("quantization")]
+    """The row with perplexity and token agreement of the trained model at the same precision, rounded to nearest as
+    `--quantize` does it, where they are known."""
+    precision = row.get("quantization")
+    same = [other for other in quality if other.get("quantization") == precision and _is_rounded(other)]
     return dict(row) | {key: same[-1][key] for key in ("perplexity", "token_agreement") if same and key in same[-1]}
+
+
+def _is_rounded(quality: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint was scored as it is or quantised in memory, and does not come from a better method."""
+    return quality.get("against") in (None, quality.get("model"))
 
 
 def measure(arguments: list[str]) -> dict[str, Any]:

@@ -70,7 +70,9 @@ TABLES = {
     "cpu-ablation": Table(
         ("cpu-ablation",), ("step", "precision", "rate", "share", "compile", "perplexity", "agreement")
     ),
-    "quality": Table(("quality",), ("model", "precision", "size", "perplexity", "agreement", "kl")),
+    "quality": Table(
+        ("quality", "quality-stories260k"), ("model", "precision", "size", "perplexity", "agreement", "kl")
+    ),
     "bandwidth": Table(
         ("h200-bandwidth", "cpu-bandwidth"), ("device", "bandwidth", "bandwidth_p10", "bandwidth_p90", "matrix")
     ),

@@ -220,6 +220,14 @@ def test_the_bandwidth_bench_prints_a_row(monkeypatch: pytest.MonkeyPatch, capsy
     assert above[0].startswith("| device | read GB/s |")
 
 
+def test_quality_is_that_of_weights_quantised_as_the_measured_ones_were() -> None:
+    rounded = {"model": "a", "against": "a", "quantization": "int4-g64", "perplexity": 33.0}
+    better = {"model": "a-gptq", "against": "a", "quantization": "int4-g64", "perplexity": 25.0}
+    row = {"model": "b", "quantization": "int4-g64"}
+    assert ablation.join_quality(row, [rounded, better]) == row | {"perplexity": 33.0}
+    assert ablation.join_quality({"model": "b", "quantization": "int8"}, [rounded]).keys() == row.keys()
+
+
 def test_prefill_counts_multiplications_of_layers_and_causal_attention() -> None:
     config = RANDOM_SHAPES["llama-3.1-8b"]
     parameters = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)

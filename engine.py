@@ -188,17 +188,18 @@ class Generator:
             self._note(f"kernels: inductor, since triton's do not serve this: {reason}")
         return "compiled"
 
-    def _choose_forms(self, compiled: bool, own: bool) -> None:
+    def _choose_forms(self, compiled: bool, project_settings: bool) -> None:
         """Swap in the forms that Inductor compiles well, or the plain ones, since another Generator may have had the
         model before; the numbers stay the same up to rounding."""
         forms: dict[str, type[CacheAttention]] = {"cuda": FlexAttention, "cpu": ReducedAttention} if compiled else {}
+        tuned = compiled and project_settings
         self.model.attention = forms.get(self.device.type, SlicedAttention)()
         # One block is compiled for all alike: SmolLM2's step takes 17 s instead of 75, and runs as fast.
-        regional = compiled and own and self.device.type == "cpu"
+        regional = tuned and self.device.type == "cpu"
         self.model.run_block = torch.compiler.nested_compile_region(Block.__call__) if regional else Block.__call__
         for module in self.model.modules():
             if isinstance(module, Linear):
-                module.as_reduction = compiled and own
+                module.as_reduction = tuned
 
     # --- Prefill
 
@@ -239,9 +240,8 @@ class Generator:
             model = self.model
 
             def prefill(tokens: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
-                return model(
-                    tokens, positions, rows
-                )  # a call of a block that nothing comes of is dropped, writes and all
+                # Returned, though of no use: Inductor drops a block's call that nothing comes of, writes and all.
+                return model(tokens, positions, rows)
 
             compiled = self._compile(prefill)
             scratch = torch.full((1, size), self.capacity, device=self.device)
@@ -689,7 +689,7 @@ def inductor_options(device: torch.device, compile_mode: str, project_settings: 
     options["guard_filter_fn"] = torch.compiler.skip_guard_on_all_nn_modules_unsafe
     if device.type == "cpu":
         options["size_asserts"] = False
-    if device.type == "cuda":
+    elif device.type == "cuda":
         options["coordinate_descent_tuning"] = True  # tile shapes of the GEMV loops
         if torch.cuda.get_device_capability(device) >= (9, 0) and torch.version.hip is None:
             options["triton.enable_pdl"] = True  # a kernel starts while the one before drains

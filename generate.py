@@ -678,7 +678,7 @@ def _converse(options: argparse.Namespace, llm: TextGenerator, params: SamplingP
             try:
                 with closing(conversation.send(line, _nth(params, turn), **_ends(options))) as pieces:
                     for piece in itertools.takewhile(lambda _: not interrupts.noted, pieces):
-                        print(piece, end="", flush=bool(piece))
+                        print(piece, end="", flush=True)
             except ValueError as error:  # the conversation is full, say: it stays open, for the user to leave
                 _fail(error, 2)
             else:

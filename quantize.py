@@ -317,18 +317,22 @@ class QuantizedLinear(Linear):
 
     @as_reduction.setter
     def as_reduction(self, compiled: bool) -> None:
+        if compiled != self._as_reduction:
+            self._as_reduction = compiled
+            self._lay_out_codes()
+
+    def _lay_out_codes(self) -> None:
         """Eager products of few rows read a copy of int4 codes, laid out for torch's operator; compiled ones do not."""
-        self._as_reduction = compiled
         fits = self.qweight.device.type == "cpu" and self.dtype == torch.bfloat16 and self.out_features % 16 == 0
-        if compiled or not fits or self.scheme.mode != "int4":
+        if self._as_reduction or not fits or self.scheme.mode != "int4":
             self.packed = None
-        elif self.packed is None:
-            pairs = self.qweight.view(*self.scale.shape, -1)
-            codes = torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(1).to(torch.int32)
-            shift = -self.stored["zero"] * self.scale if "zero" in self.stored else torch.zeros_like(self.scale)
-            scale = torch.stack((self.scale, shift), dim=-1).transpose(0, 1)  # of code - 8: [g, N, 2]
-            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-            self.packed = (packed, scale.contiguous().to(torch.bfloat16))
+            return
+        pairs = self.qweight.view(*self.scale.shape, -1)
+        codes = torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(1).to(torch.int32)
+        shift = -self.stored["zero"] * self.scale if "zero" in self.stored else torch.zeros_like(self.scale)
+        scale = torch.stack((self.scale, shift), dim=-1).transpose(0, 1)  # of code - 8: [g, N, 2]
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        self.packed = (packed, scale.contiguous().to(torch.bfloat16))
 
     @property
     def stored(self) -> dict[str, Tensor]:
@@ -389,8 +393,7 @@ class QuantizedLinear(Linear):
             for name, tensor in self.stored.items():  # in Inductor's loops for CPUs bf16 is slow, beside fp16 wrong
                 if tensor.dtype == torch.bfloat16:
                     setattr(self, name, tensor.float())
-        self.packed = None
-        self.as_reduction = self.as_reduction  # lays out anew
+        self._lay_out_codes()
 
 
 def _kept(x: Tensor) -> Tensor:

@@ -722,6 +722,17 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_leaves(tmp_path: Path, root: Path) -> 
         os.close(master)
 
 
+def test_without_a_cxx_compiler_compilation_ends_in_one_line(tiny: Path, root: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "generate.py", "--checkpoint", tiny, "--prompt", "x", "--compile", "--device", "cpu"],
+        cwd=root, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"CXX": "/nowhere/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stdout == ""
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "No working C++ compiler" in errors[0] and "Traceback" not in done.stderr
+
+
 def test_ctrl_c_without_a_conversation_ends_the_program(tiny: Path, root: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "generate.py", "--checkpoint", tiny, "--prompt", "x", "--num-samples", "10000", "--device",

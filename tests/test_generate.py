@@ -734,11 +734,14 @@ def test_without_a_cxx_compiler_compilation_ends_in_one_line(tiny: Path, root: P
 
 
 def test_ctrl_c_without_a_conversation_ends_the_program(tiny: Path, root: Path) -> None:
+    # A shell starts what it runs in the background with the signal ignored, and a child inherits that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "generate.py", "--checkpoint", tiny, "--prompt", "x", "--num-samples", "10000", "--device",
          "cpu"],
         cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
+    signal.signal(signal.SIGINT, before)
     assert process.stdout is not None
     os.read(process.stdout.fileno(), 1)
     process.send_signal(signal.SIGINT)

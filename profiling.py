@@ -153,8 +153,8 @@ class GraphWatch:
 
     Create it before anything is compiled: the reason of a skipped graph is logged once, while compiling or warming up.
     Warm up (three calls: compile and run, record, replay) before `start`. The graph tree belongs to a thread: call
-    `start` and `stop` on the one that runs the steps. A replay costs one more Python call while it is watched. Counts
-    of compilations are the process's, unless `start` is told which function's they should be.
+    `start` and `stop` on the one that runs the steps. A replay costs one more Python call once it is watched. Counts of
+    compilations are the process's, unless `start` is told which function's they should be.
     """
 
     def __init__(self, device: torch.device, expect_graphs: bool = True) -> None:
@@ -168,23 +168,18 @@ class GraphWatch:
         self._before: _Snapshot | None = None
         self._code: CodeType | None = None  # whose compilations count
         self._missing = ""  # what torch's private interface lacks
-        self._replays: dict[int, int] = {}  # graph id -> replays in this segment
-        self._nodes: list[Any] = []
+        self._replays: dict[int, int] = {}  # as `_replays_by_graph` gave them when the segment began
 
     def start(self, function: Callable[..., object] | None = None) -> None:
         """Begin a segment, of calls of this function if it is given: what others compile is then no fault. An
         unfinished segment is dropped."""
-        self._unwrap()
         self._code = function and function.__code__
         self._before = _snapshot(self._code)
         self._missing = ""
         if not self._expects:
             return
         try:
-            self._nodes = list(_tree_nodes(self._device))
-            self._replays = {node.id.id: 0 for node in self._nodes}
-            for node in self._nodes:
-                self._count_replays(node)
+            self._replays = _replays_by_graph(self._device)
         except (ImportError, AttributeError, TypeError) as error:
             self._missing = f"torch {torch.__version__} has another graph tree: {error}"
 
@@ -197,16 +192,17 @@ class GraphWatch:
         if not self._expects:
             return GraphProof("none", tuple(broken), bool(broken), counts)
         try:
-            nodes = list(_tree_nodes(self._device))
-            copied = sum(len(node.non_static_input_idx) for node in nodes if self._replays.get(node.id.id))
+            now = _replays_by_graph(self._device)
+            during = {graph: count - self._replays[graph] for graph, count in now.items() if graph in self._replays}
+            nodes = _tree_nodes(self._device)
+            copied = sum(len(node.non_static_input_idx) for node in nodes if during.get(node.id.id))
         except (ImportError, AttributeError, TypeError) as error:
             self._missing = self._missing or f"torch {torch.__version__} has another graph tree: {error}"
-            nodes, copied = [], 0
-        replays = sum(self._replays.values())
-        new = len(nodes) - len(self._nodes)
-        counts |= {"replays": replays, "recordings": len(nodes), "new_recordings": new, "copied_inputs": copied}
+            now, during, copied = {}, {}, 0
+        replays = sum(during.values())
+        new = len(now) - len(self._replays)
+        counts |= {"replays": replays, "recordings": len(now), "new_recordings": new, "copied_inputs": copied}
         counts |= {"steps": steps} if steps is not None else {}
-        self._unwrap()
         if self._missing:
             return GraphProof("unverified", (*broken, self._missing), bool(broken), counts)
         if counts["skips"]:
@@ -221,16 +217,17 @@ class GraphWatch:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Within a segment: the graphs that are recorded or skipped meanwhile are no step's."""
+        """Within a segment: the graphs that are recorded, replayed or skipped meanwhile are no step's."""
         if not self._expects or self._before is None or self._missing:
             yield
             return
-        segment, skips, nodes = self._before, _snapshot(self._code).skips, set(map(id, _tree_nodes(self._device)))
+        segment, skips, replays = self._before, _snapshot(self._code).skips, _replays_by_graph(self._device)
         yield
         if self._before is segment:
             skipped = _snapshot(self._code).skips - skips
             self._before = replace(segment, skips=segment.skips + skipped)
-            self._nodes += [node for node in _tree_nodes(self._device) if id(node) not in nodes]
+            for graph, count in _replays_by_graph(self._device).items():
+                self._replays[graph] = self._replays.get(graph, 0) + count - replays.get(graph, 0)
 
     def compilation(self) -> CompilationFacts:
         """What the compiler did in this process since this watch was made, for a trace's metadata."""
@@ -248,22 +245,7 @@ class GraphWatch:
 
     def close(self) -> None:
         """Stop listening to Inductor's log."""
-        self._unwrap()
         self._detach()
-
-    def _count_replays(self, node: Any) -> None:
-        key, replay = node.id.id, node.run_graph
-
-        def counted() -> None:
-            self._replays[key] += 1
-            replay()
-
-        node.run_graph = counted  # shadows the method on this node alone
-
-    def _unwrap(self) -> None:
-        for node in self._nodes:
-            vars(node).pop("run_graph", None)
-        self._nodes, self._replays = [], {}
 
     def _why_skipped(self) -> str:
         return "; ".join(self._skip_log.texts) or "Inductor gave no reason (was anything compiled with CUDA graphs?)"
@@ -337,6 +319,28 @@ def _tree_nodes(device: torch.device) -> Iterator[Any]:
         node = pending.pop(0)
         yield node
         pending += [child for children in node.children.values() for child in children]
+
+
+class _Replay:
+    """A recorded graph's own method to replay it, with a count of its calls."""
+
+    def __init__(self, replay: Callable[[], None]) -> None:
+        self.replay, self.calls = replay, 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        self.replay()
+
+
+def _replays_by_graph(device: torch.device) -> dict[int, int]:
+    """Graph id -> how often it has been replayed since it was first asked for. One count serves all who watch: a
+    segment may begin and end within another's."""
+    counts = {}
+    for node in _tree_nodes(device):
+        if not isinstance(node.run_graph, _Replay):
+            node.run_graph = _Replay(node.run_graph)  # shadows the method on this node alone
+        counts[node.id.id] = node.run_graph.calls
+    return counts
 
 
 def capture(path: Path, steps: Sequence[Step], facts: RunFacts, device: torch.device, nvtx: bool = False) -> None:

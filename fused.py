@@ -77,7 +77,7 @@ class FusedStep(nn.Module):
         hidden, dim, vocab = config.hidden_size, config.head_dim, config.vocab_size
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         slots = model.layers[0].self_attn.cache.k.shape[2]
-        splits = kernels.spread(kv_heads, dim, slots).splits
+        splits = kernels.spread(heads, kv_heads, dim, slots).splits
 
         def blocks(linear: Linear) -> int:
             weight, scale, _ = weights(linear)

@@ -75,15 +75,16 @@ class ReducedAttention:
         if positions.shape[1] > 1:
             return self.sliced.plan(positions, slots, window, kv_length)
         length = slots if kv_length is None else kv_length
-        return length, visible(positions, torch.arange(length, device=positions.device), window).unsqueeze(1)
+        return length, visible(positions, torch.arange(length, device=positions.device), window)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float) -> Tensor:
         if q.shape[2] > 1:
             return self.sliced.attend(q, k, v, plan, scale)
         length, mask = plan
-        k, v = k[:, :, :length].unsqueeze(2).float(), v[:, :, :length].unsqueeze(2).float()
-        grouped = q.view(q.shape[0], k.shape[1], -1, 1, q.shape[3]).float() * scale  # [B, Hkv, G, 1, D]
-        scores = (grouped * k).sum(-1)  # [B, Hkv, G, S]
+        group = q.shape[1] // k.shape[1]
+        # As many heads as there are queries, in name only: threads share out heads, and 9 divide better than 3.
+        k, v = (x[:, :, None, :length].expand(-1, -1, group, -1, -1).flatten(1, 2).float() for x in (k, v))
+        scores = (q.float() * scale * k).sum(-1)  # [B, Hq, S]
         weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
         return (weights.unsqueeze(-1) * v).sum(-2).to(q.dtype).view(q.shape)
 

@@ -1,15 +1,21 @@
 """The fused step over quantised weights against the plain one: by its references, and on the GPU in its graph."""
 
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 import fused
 import kernels
 from engine import Generator
+from fused import FusedStep
 from model import Transformer
 from quantize import QuantizedLinear, dequantize, make_scheme, quantize_in_memory, quantize_matrix
 from sampling import SAMPLERS
-from test_fused import HOT, LLAMA, MIXED, compare_steps_of, hold_against_eager, model_of
+from test_fused import HOT, LLAMA, MIXED, ON_GPU, begin, compare_steps_of, hold_against_eager, model_of
 
 CPU = torch.device("cpu")
 SCHEMES = [("int8", None), ("fp8", None), ("int4", 32), ("int4", 64), ("int4", 128)]
@@ -64,6 +70,51 @@ def test_rows_that_are_no_whole_words_are_refused(monkeypatch: pytest.MonkeyPatc
     assert reason("int8", 96) is None
     assert "multiple of 4 bytes" in str(reason("int8", 90))
     assert "8.9" in str(reason("fp8", 96))
+
+
+class AbsentGpu:
+    """As much of a driver as Triton asks for when it compiles and does not run."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> object:
+        return importlib.import_module("triton.backends.compiler").GPUTarget("cuda", self.capability, 32)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("mode", "group_size"), [(None, None), *SCHEMES[:3]])
+@torch.no_grad()
+def test_a_step_compiles_for_a_gpu_that_is_not_here(
+    capability: int, mode: str | None, group_size: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    triton = pytest.importorskip("triton")
+    if kernels.INTERPRETED or ON_GPU or (mode, capability) == ("fp8", 80):
+        pytest.skip("a GPU compiles what it runs, the interpreter does not compile, and 8.0 has no fp8")
+    model = model_of(replace(MIXED, qk_norm=True), torch.bfloat16)
+    if mode is not None:
+        quantize_in_memory(model, mode, group_size)
+    chained, compiled = capability >= 90, []
+
+    def compile_only(kernel: Any, programs: int, *args: object, first: bool = False, **options: object) -> None:
+        launch = {"launch_pdl": True} if chained and not first else {}
+        made = kernel.warmup(*args, grid=(programs,), CHAIN=chained, DELAY=0, **launch, **options)
+        compiled.append((kernel.__name__, made.asm["ptx"]))
+
+    monkeypatch.setattr(kernels, "_launch", compile_only)
+    monkeypatch.setattr(kernels, "_runs_kernel", lambda tensor: True)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", AbsentGpu(capability))
+    for sampler in ("greedy", "top_k"):
+        FusedStep(model, begin(model, [1, 2, 3]))(sampler)
+    assert {name for name, _ in compiled} == {"_embed_kernel", "_project_kernel", "_attend_kernel", "_select_kernel"}
+    assert all(("griddepcontrol.wait" in ptx) == chained for _, ptx in compiled)
 
 
 @pytest.mark.gpu

@@ -213,8 +213,8 @@ def _measured(options: argparse.Namespace, quantization: str, decoder: str, batc
     device = choose_device(options.device)
     reading = read_bandwidth(device)
     say(f"reading at {reading.median / 1e9:,.1f} GB/s ({reading.p10 / 1e9:,.1f} to {reading.p90 / 1e9:,.1f})")
-    machine.reset_peak_memory(device)
     subject = workload.load(options, quantization)
+    machine.reset_peak_memory(device)  # building random weights, and quantising them in memory, is no user's peak
     settings = {"batch": batch, "compile_prefill": compiles and options.compile_prefill}
     with workload.generator(subject, decoder, options, positions=_room(options), **settings) as generator:
         generator.warm_up(params)

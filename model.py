@@ -131,16 +131,27 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
         self.as_reduction = False  # one row as a product and a sum, which Inductor turns into one streaming loop
 
-    def forward(self, x: Tensor, rows: slice = slice(None)) -> Tensor:
-        """x [..., in_features] -> [..., out_features], or only these rows of it."""
-        bias = None if self.bias is None else self.bias[rows]
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] -> [..., out_features]."""
+        return self.in_parts(x, slice(None))[0]
+
+    def in_parts(self, x: Tensor, *parts: slice) -> list[Tensor]:
+        """The product with each of these parts of the rows. As reductions they read the same stored input, so that
+        Inductor makes one loop of parts of one size."""
         if not self.reduces(x):
-            return F.linear(x, self.weight[rows], bias)
+            return [F.linear(x, self.weight[rows], self._bias(rows)) for rows in parts]
         # as_strided makes Inductor store x: it would be recomputed for every output row otherwise.
         row = x.as_strided((self.in_features,), (1,)).float()
-        y = (self.weight[rows].float() * row).sum(-1)
-        y = y if bias is None else y + bias
-        return y.to(x.dtype).view(*x.shape[:-1], -1)
+        products = [(self.weight[rows].float() * row).sum(-1) for rows in parts]
+        return [self._finished(product, x, rows) for product, rows in zip(products, parts, strict=True)]
+
+    def _bias(self, rows: slice) -> Tensor | None:
+        return None if self.bias is None else self.bias[rows]
+
+    def _finished(self, product: Tensor, x: Tensor, rows: slice) -> Tensor:
+        """A product as a reduction gives it, fp32 [N] -> [..., N] in x's precision, with the bias."""
+        bias = self._bias(rows)
+        return (product if bias is None else product + bias).to(x.dtype).view(*x.shape[:-1], -1)
 
     def reduces(self, x: Tensor) -> bool:
         return self.as_reduction and x.numel() == self.in_features
@@ -181,8 +192,10 @@ class RotaryTable(nn.Module):
         self.sin.copy_(angles.sin() * scale)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [B, T] -> cos, sin [B, 1, T, rotary_dim / 2]."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        """positions [B, T] -> cos [B, 1, T, 1, rotary_dim / 2], and sin [B, 1, T, 2, rotary_dim / 2], negative for the
+        first half: a pair (x, y) becomes (x cos - y sin, y cos + x sin)."""
+        cos, sin = self.cos[positions], self.sin[positions]
+        return cos[:, None, :, None], torch.stack((-sin, sin), dim=2).unsqueeze(1)
 
 
 def rotary_frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float]:
@@ -250,11 +263,12 @@ def _yarn_attention_factor(rotary: RotaryConfig) -> float:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-split rotary over the leading rotary_dim of x [B, heads, T, D]; cos, sin [B, 1, T, rotary_dim / 2], fp32."""
-    half = cos.shape[-1]
-    low, high = x[..., :half].float(), x[..., half : 2 * half].float()
-    turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
-    return turned if 2 * half == x.shape[-1] else torch.cat((turned, x[..., 2 * half :]), dim=-1)
+    """Half-split rotary over the leading rotary_dim of x [B, heads, T, D]; cos, sin as `RotaryTable.at` gives them."""
+    size = 2 * cos.shape[-1]
+    pairs = x[..., :size].unflatten(-1, (2, -1)).float()
+    # One expression for both halves: a compiler would store parts that are joined, and read them back.
+    turned = (pairs * cos + pairs.flip(-2) * sin).flatten(-2).to(x.dtype)
+    return turned if size == x.shape[-1] else torch.cat((turned, x[..., size:]), dim=-1)
 
 
 class KVCache(nn.Module):
@@ -313,9 +327,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         proj = self.gate_up_proj
-        if proj.reduces(x):  # two reductions over the same rows fuse, with the product behind them
+        if proj.reduces(x):  # two reductions over the same columns fuse, with the product behind them
             half = proj.out_features // 2
-            gate, up = proj(x, slice(half)), proj(x, slice(half, None))
+            gate, up = proj.in_parts(x, slice(half), slice(half, None))
         else:
             gate, up = proj(x).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
@@ -345,7 +359,7 @@ class SharedInputs:
 
     positions: Tensor  # [B, T]
     row: Tensor | None  # [1]: the cache row of a single prompt; None: row i of the batch is row i of the cache
-    rotation: tuple[Tensor, Tensor]  # cos, sin [B, 1, T, rotary_dim / 2]
+    rotation: tuple[Tensor, Tensor]  # cos and sin, as `RotaryTable.at` gives them
     attention: CacheAttention
     plans: dict[int | None, object]  # by window
 

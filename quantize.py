@@ -341,15 +341,13 @@ class QuantizedLinear(Linear):
     def parts(self, rows: slice) -> dict[str, Tensor]:
         return {name: tensor[rows] for name, tensor in [*self.named_buffers(), *self.named_parameters()]}
 
-    def forward(self, x: Tensor, rows: slice = slice(None)) -> Tensor:
-        bias = None if self.bias is None else self.bias[rows]
+    def in_parts(self, x: Tensor, *parts: slice) -> list[Tensor]:
         if self.reduces(x):
-            y = self._reduction(self._filled(x.reshape(-1).float()), rows)
-            y = (y if bias is None else y + bias).to(x.dtype)
-        else:
-            y = self._product(self._filled(x.reshape(-1, self.in_features)))[:, rows]
-            y = y if bias is None else y + bias
-        return y.view(*x.shape[:-1], -1)
+            row = self._filled(x.reshape(-1).float())
+            return [self._finished(self._reduction(row, rows), x, rows) for rows in parts]
+        y = self._product(self._filled(x.reshape(-1, self.in_features)))
+        y = (y if self.bias is None else y + self.bias).view(*x.shape[:-1], -1)
+        return [y[..., rows] for rows in parts]
 
     def _reduction(self, x: Tensor, rows: slice) -> Tensor:
         """One row as a product and a sum, x fp32 [padded K] -> fp32 [N]: Inductor makes one loop of it that streams the

@@ -84,11 +84,16 @@ class ReducedAttention:
         group = q.shape[1] // k.shape[1]
         # As many heads as there are queries, in name only: threads share out heads, and 9 divide better than 3.
         k, v = (x[:, :, None, :length].expand(-1, -1, group, -1, -1).flatten(1, 2).float() for x in (k, v))
-        # as_strided makes Inductor store the query: it would be rotated anew for every slot otherwise.
-        query = (q.float() * scale).as_strided(q.shape, (q.shape[1] * q.shape[3], q.shape[3], q.shape[3], 1))
+        # Stored, or each slot would rotate the query anew, and each element of a value divide its weight.
+        query = _stored(q.float() * scale)
         scores = (query * k).sum(-1)  # [B, Hq, S]
-        weights = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1)
+        weights = _stored(torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1))
         return (weights.unsqueeze(-1) * v).sum(-2).view(q.shape)  # fp32, as the next product wants it
+
+
+def _stored(x: Tensor) -> Tensor:
+    """x, contiguous, in a form that makes Inductor store it, where it would compute it anew for every use."""
+    return x.as_strided(x.shape, x.stride())
 
 
 class FlexAttention:

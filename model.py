@@ -194,8 +194,9 @@ class RotaryTable(nn.Module):
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [B, T] -> cos [B, 1, T, 1, rotary_dim / 2], and sin [B, 1, T, 2, rotary_dim / 2], negative for the
         first half: a pair (x, y) becomes (x cos - y sin, y cos + x sin)."""
-        cos, sin = self.cos[positions], self.sin[positions]
-        return cos[:, None, :, None], torch.stack((-sin, sin), dim=2).unsqueeze(1)
+        at = positions[:, None, :, None]
+        signs = torch.arange(-1, 2, 2, device=positions.device).unsqueeze(-1)
+        return self.cos[at], self.sin[at] * signs
 
 
 def rotary_frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float]:

@@ -1,6 +1,6 @@
-"""The fused decode step: the chain of `kernels` over a Transformer's own weights, caches and state. Same meaning and
-same signature as `decoding.DecodeStep`, for one row; no second copy of any weight. Knows nothing of compilation or of
-who launches it.
+"""The fused decode step: the chain of `decode_kernels` over a Transformer's own weights, caches and state. Same meaning
+and same signature as `decoding.DecodeStep`, for one row; no second copy of any weight. Knows nothing of compilation or
+of who launches it.
 
 Legend: H hidden_size, Hq query heads, Hkv key/value heads, D head_dim, V vocabulary.
 """
@@ -8,7 +8,7 @@ Legend: H hidden_size, Hq query heads, Hkv key/value heads, D head_dim, V vocabu
 import torch
 from torch import Tensor, nn
 
-import kernels
+import decode_kernels as kernels
 from decoding import DecodeState
 from model import Linear, Transformer
 from sampling import choose

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import decode_kernels as kernels
 import fused
-import kernels
 from decoding import DecodeState, DecodeStep
 from engine import Generator, SamplingParams
 from fused import FusedStep
@@ -121,7 +121,7 @@ def test_kernels_draw_the_same_tokens() -> None:
 
 
 def interpret() -> None:
-    import test_kernels  # noqa: F401  # mends the interpreter
+    import test_decode_kernels  # noqa: F401  # mends the interpreter
 
     small = replace(LLAMA, vocab_size=67, hidden_size=24, intermediate_size=40, num_hidden_layers=2, head_dim=8)
     compare_steps(small, "greedy", 2, [5], temperature=0)

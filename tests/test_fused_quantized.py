@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+import decode_kernels as kernels
 import fused
-import kernels
 from engine import Generator
 from fused import FusedStep
 from model import Transformer

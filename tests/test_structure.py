@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decoding": {"model", "sampling"},
     "tokenizer": set(),
     "checkpoint": {"model"},
-    "kernels": {"sampling"},
-    "quantize": {"model", "checkpoint", "tokenizer", "kernels"},
-    "fused": {"model", "kernels", "quantize", "decoding", "sampling"},
+    "decode_kernels": {"sampling"},
+    "quantize": {"model", "checkpoint", "tokenizer", "decode_kernels"},
+    "fused": {"model", "decode_kernels", "quantize", "decoding", "sampling"},
     "profiling": set(),
     "trace_report": set(),
     "engine": {"attention", "decoding", "fused", "model", "profiling", "sampling"},
@@ -96,6 +97,13 @@ def test_packaging_lists_every_module(root: Path) -> None:
     assert project["project"]["requires-python"] == ">=3.11"
     assert {"dev", "gguf", "plot", "peers", "eval"} == project["project"]["optional-dependencies"].keys()
     assert "torch>=2.10" in project["project"]["dependencies"]
+
+
+def test_no_module_hides_one_of_another_project(root: Path) -> None:
+    """Modules lie at the top level: one named as a library's would be imported in its place, by that library too."""
+    ours = MAY_IMPORT.keys() | COMPOSES | {"bench"}
+    for name, projects in packages_distributions().items():
+        assert name not in ours or set(projects) == {"nearroof"}, f"{name} is also of {projects}"
 
 
 def test_constraints_pin_what_the_tests_run_with(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""Products with packed weights against their references: on the GPU, or in Triton's interpreter as `test_kernels`."""
+"""Products with packed weights against their references: on the GPU, or in Triton's interpreter."""
 
 import os
 import subprocess
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-import kernels
-from test_kernels import DEVICE, HERE, ON_GPU, normal, poison
+import decode_kernels as kernels
+from test_decode_kernels import DEVICE, HERE, ON_GPU, normal, poison
 
 FORMS = ["int8", "fp8", "int4-32", "int4-64", "int4-128", "int4-64-zero"]
 SHAPES = [(24, 64), (7, 1120)]  # N, K: the second in three steps

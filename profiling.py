@@ -52,6 +52,7 @@ class CompilationFacts(TypedDict):
     skips: int  # graphs that Inductor left out
     skip_reasons: list[str]
     compile_s: float
+    phases_s: dict[str, float]  # phase -> seconds, without the phases within it
 
 
 class StepFacts(TypedDict, total=False):
@@ -241,6 +242,7 @@ class GraphWatch:
             "skips": now.skips - then.skips,
             "skip_reasons": list(self._skip_log.texts),
             "compile_s": sum(m.entire_frame_compile_time_s or 0.0 for m in metrics),
+            "phases_s": _phases(metrics),
         }
 
     def close(self) -> None:
@@ -308,6 +310,29 @@ def _metrics_since(since: object | None) -> list[Any]:
     return list(later)[::-1]
 
 
+# Each phase of compilation, and how torch counts it: with the phase below it, which runs within it.
+_NESTED_PHASES = {
+    "dynamo": "dynamo_cumulative_compile_time_us",
+    "aot_autograd": "aot_autograd_cumulative_compile_time_us",
+    "inductor": "inductor_cumulative_compile_time_us",
+    "triton": "triton_compile_time_us",
+}
+_LATER_PHASES = {"autotuning": "runtime_triton_autotune_time_us", "recording": "runtime_cudagraphify_time_us"}
+
+
+def _phases(metrics: list[Any]) -> dict[str, float]:
+    """Seconds of each phase that took any; what this torch does not count is missing."""
+
+    def seconds(name: str) -> float:
+        return sum(getattr(m, name, None) or 0 for m in metrics) / 1e6
+
+    totals = [seconds(name) for name in _NESTED_PHASES.values()]
+    alone = (total - within for total, within in zip(totals, [*totals[1:], 0.0], strict=True))
+    phases = dict(zip(_NESTED_PHASES, alone, strict=True))
+    phases |= {phase: seconds(name) for phase, name in _LATER_PHASES.items()}
+    return {phase: round(took, 3) for phase, took in phases.items() if took > 0}
+
+
 def _tree_nodes(device: torch.device) -> Iterator[Any]:
     """The recorded graphs of a device (this thread's), parents before children. Nothing where no graph tree exists."""
     from torch._inductor.cudagraph_trees import get_manager
@@ -322,14 +347,17 @@ def _tree_nodes(device: torch.device) -> Iterator[Any]:
 
 
 class _Replay:
-    """A recorded graph's own method to replay it, with a count of its calls."""
+    """A recorded graph's own method to replay it, with a count of its calls. The graph holds this, hence a weak
+    method: in a cycle, the graph and its memory would wait for a garbage collection after the one that drops it."""
 
     def __init__(self, replay: Callable[[], None]) -> None:
-        self.replay, self.calls = replay, 0
+        self.replay, self.calls = weakref.WeakMethod(replay), 0
 
     def __call__(self) -> None:
         self.calls += 1
-        self.replay()
+        replay = self.replay()
+        assert replay is not None  # called by the graph that it is a method of
+        replay()
 
 
 def _replays_by_graph(device: torch.device) -> dict[int, int]:

@@ -990,8 +990,10 @@ def _compilation(traces: list[Trace]) -> Section:
         partitions = counts.get("replays", 0) / counts["steps"] if counts.get("steps") else None
         skips = f"{facts['skips']}{': ' * bool(facts['skip_reasons'])}{'; '.join(facts['skip_reasons'])}"
         settings = ", ".join(f"{key}={value}" for key, value in trace.facts.get("settings", {}).items())
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in facts.get("phases_s", {}).items())
         values = {
             "compiled": f"{facts['compilations']} graphs, {facts.get('cached', 0)} of them from the cache",
+            "seconds by phase": phases or "-",
             "graphs captured": f"{counts.get('recordings', 0)} ({proof.get('status', 'no proof')})",
             "graphs skipped": "-" if proof.get("status") == "none" else skips,
             "graph breaks": "; ".join(f"{why} ({n})" for why, n in facts["graph_breaks"].items()) or "0",

@@ -147,7 +147,12 @@ def compile_times(options: argparse.Namespace, quantization: str, decoder: str, 
     command = [*source, *given, "--compile-only"]
     cold = _child(command)
     warm = _child([*command, "--trace"])
-    return {"compile_cold_s": cold["compile_s"], "compile_warm_s": warm.pop("compile_s"), **warm}
+    return {
+        "compile_cold_s": cold["compile_s"],
+        "compile_cold_phases_s": cold["phases_s"],
+        "compile_warm_s": warm["compile_s"],
+        **warm["traced"],
+    }
 
 
 def _child(arguments: list[str]) -> dict[str, Any]:
@@ -165,10 +170,12 @@ def compile_only(options: argparse.Namespace) -> dict[str, Any]:
     (decoder,), (batch,), params = options.decoders, options.batch, workload.sampling(options)
     with workload.generator(subject, decoder, options, positions=_room(options), batch=batch) as generator:
         generator.warm_up(params)
-        seen = {"compile_s": generator.compile_s}
-        if options.trace and generator.device.type == "cuda":
-            seen |= traced_steps(generator, params)
-    return seen
+        traces = options.trace and generator.device.type == "cuda"
+        return {
+            "compile_s": generator.compile_s,
+            "phases_s": generator.compilation()["phases_s"],
+            "traced": traced_steps(generator, params) if traces else {},
+        }
 
 
 def traced_steps(generator: Generator, params: SamplingParams) -> dict[str, int]:

@@ -79,6 +79,7 @@ class Row:
     time_to_first_token_s: float | None = None
     compile_s: float | None = None  # in this run, whatever its caches held
     compile_cold_s: float | None = None
+    compile_cold_phases_s: dict[str, float] | None = None  # of it, as `profiling.CompilationFacts` names them
     compile_warm_s: float | None = None
     peak_memory_bytes: int | None = None
     weight_bytes: int | None = None

@@ -1,8 +1,10 @@
 """GraphWatch against fakes shaped like torch's graph tree, and the capture of small CPU traces."""
 
+import gc
 import gzip
 import json
 import logging
+import weakref
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +59,18 @@ def test_replays_of_every_step_are_verified(tree: SimpleNamespace, watch: GraphW
     assert (proof.status, proof.reasons, proof.failed) == ("verified", (), False)
     assert proof.counts["replays"] == 6 and proof.counts["recordings"] == 3
     assert tree.second.replayed == tree.child.replayed == 3
+
+
+def test_a_watched_graph_is_freed_as_soon_as_it_is_dropped(tree: SimpleNamespace, watch: GraphWatch) -> None:
+    watch.start()
+    gone = weakref.ref(tree.child)
+    gc.disable()
+    try:
+        tree.second.children.clear()
+        del tree.child
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_copied_inputs_are_counted_on_replayed_graphs_only(tree: SimpleNamespace, watch: GraphWatch) -> None:
@@ -154,6 +168,7 @@ def test_cpu_has_no_graphs_and_still_names_a_recompilation() -> None:
     assert proof.status == "none" and proof.failed and "expected 3, actual 4" in proof.reasons[0]
     facts = watch.compilation()
     assert any("expected 3, actual 4" in reason for reason in facts["recompilations"]) and facts["compile_s"] > 0
+    assert sum(facts["phases_s"].values()) == pytest.approx(facts["compile_s"], rel=0.2)
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -755,3 +756,26 @@ def test_environment_is_made_once_per_extra_and_again_when_the_project_changes(r
 def test_shell_scripts_are_well_formed(root: Path) -> None:
     for path in (*(root / "scripts").glob("*.sh"), root / ".ci" / "run"):
         subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_what_measures_a_gpu_asks_the_benches_for_what_they_offer(root: Path, tmp_path: Path) -> None:
+    asked, python = tmp_path / "asked", tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
+    python.chmod(0o755)
+
+    def measure(*arguments: str) -> subprocess.CompletedProcess[str]:
+        line = ["bash", "scripts/measure_gpu.sh", *arguments]
+        return subprocess.run(line, cwd=root, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True)
+
+    done = measure(str(tmp_path / "gpu"))
+    assert done.returncode == 1 and done.stderr.endswith("the run without graphs ended with status 0, not 1\n")
+    benches = [line.split()[1:] for line in asked.read_text().splitlines() if line.startswith("-m bench.")]
+    names = {name for name, *_ in benches}
+    assert names == {"bench.bandwidth", "bench.decode", "bench.prefill", "bench.ablation"}
+    for name in names:
+        shown = subprocess.run([sys.executable, "-m", name, "--help"], cwd=root, capture_output=True, text=True).stdout
+        options = {word for asks, *words in benches if asks == name for word in words if word.startswith("--")}
+        assert options <= set(re.findall(r"--[\w-]+", shown)), name
+    for mistake in ([], [str(tmp_path / "gpu"), "nonsense"]):
+        refused = measure(*mistake)
+        assert refused.returncode == 2 and refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1

@@ -139,6 +139,7 @@ COMPILATION = {
     "skips": 0,
     "skip_reasons": [],
     "compile_s": 2.0,
+    "phases_s": {"dynamo": 0.5, "inductor": 1.5},
 }
 
 

@@ -111,7 +111,7 @@ class FlexAttention:
         query_blocks = -(-queries // FLEX_BLOCK)
         starts = positions[:, ::FLEX_BLOCK]  # positions of a row rise by one, so a block's first and last bound it
         last = (starts + min(FLEX_BLOCK, queries) - 1) // FLEX_BLOCK
-        first = torch.zeros_like(last) if window is None else (starts - window + 1).clamp(min=0) // FLEX_BLOCK
+        first = (starts - (window or slots) + 1).clamp(min=0) // FLEX_BLOCK
         blocks = -(-slots // FLEX_BLOCK)
         last = last.clamp(max=blocks - 1)
         counts = (last - first + 1).to(torch.int32).view(batch, 1, query_blocks)
@@ -138,7 +138,10 @@ class FlexAttention:
         group = heads // k.shape[1]
         padded = 1 << (group - 1).bit_length()  # flex decoding wants powers of two
         if padded != group:
-            q = F.pad(q.view(batch, -1, group, queries, dim), (0, 0, 0, 0, 0, padded - group)).flatten(1, 2)
+            # With copies of a group's last head; zeros would come from a kernel that loads nothing, which must not be:
+            # see `engine.unawaiting_kernels`.
+            members = torch.arange(padded, device=q.device).clamp(max=group - 1)
+            q = q.view(batch, -1, group, queries, dim)[:, :, members].flatten(1, 2)
         out = flex_attention(q, k, v, block_mask=plan, scale=scale, enable_gqa=padded > 1)
         assert isinstance(out, Tensor)
         return out if padded == group else out.view(batch, -1, padded, queries, dim)[:, :, :group].flatten(1, 2)

@@ -71,7 +71,7 @@ class DecodeState(nn.Module):
         """Record the ids drawn, int64 [B], and move every unfinished row on by one."""
         self.ring[self.count % self.ring.shape[0]] = torch.where(self.done, NO_TOKEN, chosen)
         chosen = chosen.clamp(min=0)  # an invalid draw is the host's to report; the device must not trip over it
-        self.seen.scatter_(1, chosen.unsqueeze(1), True)
+        self.seen[torch.arange(len(chosen), device=chosen.device), chosen] = True
         following = self.position + (~self.done)
         ended = (chosen.unsqueeze(-1) == self.eos).any(dim=-1) | (following >= self.limit)
         self.token.copy_(torch.where(self.done, self.token, chosen))

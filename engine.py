@@ -13,6 +13,7 @@ import inspect
 import math
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -249,11 +251,10 @@ class Generator:
                 # Returned, though of no use: Inductor drops a block's call that nothing comes of, writes and all.
                 return model(tokens, positions, rows)
 
-            compiled = self._compile(prefill)
             scratch = torch.full((1, size), self.capacity, device=self.device)
             rows = None if self.batch == 1 else torch.zeros(1, dtype=torch.int64, device=self.device)
-            self._warm(f"prefill of {size} tokens", lambda: compiled(torch.zeros_like(scratch), scratch, rows))
-            self._compiled_prefills[size] = compiled
+            inputs = (torch.zeros_like(scratch), scratch, rows)
+            self._compiled_prefills[size] = self._compile(f"prefill of {size} tokens", prefill, *inputs)
         return self._compiled_prefills[size]
 
     # --- Decode steps
@@ -273,11 +274,10 @@ class Generator:
         def step(sampler: str, used: Tensor | None) -> None:
             module(sampler, None if used is None else used.shape[0])
 
-        compiled = self._compile(step)
         with _pinned_modes():
             self.state.done.fill_(True)  # finished rows write to the scratch slot alone
-            self._warm(f"{self.decoder} decode step ({sampler})", lambda: compiled(sampler, self._slots_in_use(2)))
-        self._compiled_steps[sampler] = compiled
+            inputs = (sampler, self._slots_in_use(2))
+            self._compiled_steps[sampler] = self._compile(f"{self.decoder} decode step ({sampler})", step, *inputs)
 
     def _slots_in_use(self, count: int) -> Tensor | None:
         """What tells a compiled step on CPU how far the caches are filled: a tensor of that size, since a compiler
@@ -289,7 +289,18 @@ class Generator:
         torch._dynamo.mark_dynamic(used, 0)
         return used
 
-    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _compile(self, what: str, function: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
+        """The function compiled, and called until it is steady. Raises RuntimeError where that fails."""
+        compiled = self._wrapped(function)
+        self._warm(what, lambda: compiled(*inputs))
+        if self.options and self.options.get("triton.enable_pdl") and (kernels := unawaiting_kernels()):
+            self._note(f"{kernels[0]} waits for no other kernel: compiling without programmatic dependent launch")
+            self.options["triton.enable_pdl"] = False
+            torch._dynamo.eval_frame.remove_from_cache(inspect.unwrap(compiled))
+            return self._compile(what, function, *inputs)
+        return compiled
+
+    def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
         # Dynamo keeps what it compiled by code object: a copy gives this Generator entries of its own, which neither
         # count against another's recompile limit nor outlive it.
         own = types.FunctionType(
@@ -705,6 +716,22 @@ def inductor_options(device: torch.device, compile_mode: str, project_settings: 
         if torch.cuda.get_device_capability(device) >= (9, 0) and torch.version.hip is None:
             options["triton.enable_pdl"] = True  # a kernel starts while the one before drains
     return options
+
+
+_GENERATED_KERNEL = re.compile(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", re.MULTILINE | re.DOTALL)
+
+
+def unawaiting_kernels() -> list[str]:
+    """Names of the kernels that Inductor has generated in this process which start before the kernel before them has
+    ended (programmatic dependent launch), and end without having waited for it.
+
+    Inductor waits ahead of a kernel's first load, so a kernel that loads nothing never waits. Whoever comes next waits
+    for that one alone, and may read what an earlier kernel has yet to write."""
+    modules = torch._inductor.codecache.PyCodeCache.modules
+    files = {Path(file) for module in modules if (file := getattr(module, "__file__", None))}
+    texts = [file.read_text(encoding="utf-8") for file in sorted(files) if file.exists()]
+    kernels = (match for text in texts for match in _GENERATED_KERNEL.finditer(text))
+    return [match[1] for match in kernels if "'launch_pdl': True" in match[2] and "gdc_wait" not in match[2]]
 
 
 @contextmanager

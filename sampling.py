@@ -14,7 +14,6 @@ All settings are tensors, so that no value of one recompiles anything.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 SAMPLERS = ("greedy", "top_k", "full")
@@ -42,9 +41,10 @@ def choose(kind: str, logits: Tensor, settings: Settings, position: Tensor, seen
     return torch.where(possible, best, INVALID)
 
 
-def first_of_largest(x: Tensor) -> Tensor:
-    """argmax of x [B, V]: the lowest index of equals; NaN counts as largest. -> int64 [B]."""
-    if not x.is_cuda:
+def first_of_largest(x: Tensor, wide: bool | None = None) -> Tensor:
+    """argmax of x [B, V]: the lowest index of equals; NaN counts as largest. -> int64 [B]. `wide`: as for
+    `largest_threshold`."""
+    if not (x.is_cuda if wide is None else wide):
         return x.argmax(dim=-1)
     blocks = in_blocks(x, float("-inf"))
     block = blocks.amax(dim=-1).argmax(dim=-1, keepdim=True)
@@ -52,9 +52,12 @@ def first_of_largest(x: Tensor) -> Tensor:
 
 
 def in_blocks(x: Tensor, filler: float) -> Tensor:
-    """x [..., V] -> [..., blocks, _BLOCK]: a reduction in two steps. Inductor leaves an argmax over the vocabulary
-    to one program (63 us at V = 128k on an H200) and splits a few counts over too few (20 us a pass)."""
-    return F.pad(x, (0, -x.shape[-1] % _BLOCK), value=filler).unflatten(-1, (-1, _BLOCK))
+    """x [..., V] -> [..., blocks, _BLOCK], filled up: a reduction in two steps. Inductor leaves an argmax over the
+    vocabulary to one program (63 us at V = 128k on an H200) and splits a few counts over too few (20 us a pass)."""
+    vocab = x.shape[-1]
+    ids = torch.arange(-(-vocab // _BLOCK) * _BLOCK, device=x.device)
+    # Not by F.pad, which becomes a kernel that loads nothing: see `engine.unawaiting_kernels`.
+    return x[..., ids.clamp(max=vocab - 1)].masked_fill(ids >= vocab, filler).unflatten(-1, (-1, _BLOCK))
 
 
 def scores(kind: str, logits: Tensor, settings: Settings, position: Tensor, seen: Tensor) -> Tensor:
@@ -109,47 +112,59 @@ def within_mass(scaled: Tensor, keep: Tensor, top_p: Tensor) -> Tensor:
     return keys >= largest_threshold(keys, mass, wanted).unsqueeze(-1)
 
 
-def largest_threshold(keys: Tensor, weights: Tensor | None, wanted: Tensor, bits: int | None = None) -> Tensor:
+def largest_threshold(keys: Tensor, weights: Tensor | None, wanted: Tensor, wide: bool | None = None) -> Tensor:
     """The largest int32 t [B] for which the weights of keys >= t add up to `wanted` at least: t is one of the keys.
 
     keys int32 [B, V]; weights integer [B, V] (None: each counts one); wanted int64 [B], at most the sum. Each pass
-    fixes the next `bits` bits by trying all their values at once. One bit a pass is the least work, which is best on
-    CPU; a GPU has lanes to spare, and passes cost it launches."""
-    bits = bits or (4 if keys.is_cuda else 1)
-    found = torch.full_like(wanted, _LEAST, dtype=torch.int32)
+    fixes the next bits by trying all their values at once: one bit, which is the least work and best on CPU, or where
+    `wide` (None: on a GPU) four, since lanes are to spare there, and passes cost launches."""
+    wide = keys.is_cuda if wide is None else wide
+    bits = 4 if wide else 1
     values = torch.arange(1, 1 << bits, dtype=torch.int32, device=keys.device)
-    keys = in_blocks(keys, _LEAST) if keys.is_cuda else keys.unsqueeze(1)  # [B, blocks, N]; the filler is never counted
+    keys = stored(in_blocks(keys, _LEAST)) if wide else keys.unsqueeze(1)  # [B, blocks, N]; no trial counts the filler
     if weights is not None:
-        weights = in_blocks(weights, 0) if keys.is_cuda else weights.unsqueeze(1)
-        weights = weights.unsqueeze(1)
-    for shift in range(32 - bits, -1, -bits):
+        weights = (stored(in_blocks(weights, 0)) if wide else weights.unsqueeze(1)).unsqueeze(1)
+    found = torch.full_like(wanted, _LEAST, dtype=torch.int32)
+    # 32, read off `wanted` where it is a tensor: see `engine.unawaiting_kernels` for kernels that load nothing.
+    shift: Tensor | int = (wanted > 0).to(torch.int32) << 5 if wide else 32
+    for _ in range(32 // bits):
+        # As stored tensors, found and shift make all passes but the first the same to Inductor: it compiles one.
+        shift = stored(shift - bits) if isinstance(shift, Tensor) else shift - bits
         # Exclusive or stands for a sum that wraps: C++ may do what it likes with an int32 sum that overflows, and did.
-        trials = found.unsqueeze(-1) ^ (values << shift)  # [B, 2**bits - 1]
+        trials = found.unsqueeze(-1) ^ (values << (shift.unsqueeze(-1) if isinstance(shift, Tensor) else shift))
         above = keys.unsqueeze(1) >= trials[:, :, None, None]  # [B, 2**bits - 1, blocks, N]
-        reached = (above if weights is None else weights * above).sum(dim=-1).sum(dim=-1)
-        fitting = (reached >= wanted.unsqueeze(-1)).sum(dim=-1)  # reached falls as trials rise
-        found = found ^ (fitting.to(torch.int32) << shift)
+        counts = (above if weights is None else weights * above).sum(dim=-1)
+        # A sum for each trial: Inductor makes one kernel of sums of one size, with what follows from them.
+        fitting = sum((count.sum(dim=-1) >= wanted).to(torch.int32) for count in counts.unbind(1))
+        found = found ^ (fitting << shift)  # the sums fall as trials rise
+        found = stored(found) if wide else found
     return found
+
+
+def stored(x: Tensor) -> Tensor:
+    """x in a form that makes Inductor store it, where it would compute it anew for every use."""
+    return x.as_strided(x.shape, x.stride())
 
 
 # --- Noise: an integer hash of (seed, position, token id), so that a draw depends on nothing else: not on the
 # device, the batch, or how the vocabulary is cut into tiles.
 
 
-def row_keys(seed: Tensor, position: Tensor) -> Tensor:
-    """seed, position int64 [B] -> int32 [B, 2]: two words that key the noise of one row at one position."""
+def row_keys(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    """seed, position int64 [B] -> int32 [B] twice: two words that key the noise of one row at one position."""
     low, high = seed.to(torch.int32), (seed >> 32).to(torch.int32)
     at = position.to(torch.int32)
     first = finalize(finalize(low ^ finalize(high)) + at * _GOLDEN)
-    return torch.stack((first, finalize(first ^ _SECOND_KEY)), dim=-1)
+    return first, finalize(first ^ _SECOND_KEY)
 
 
-def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """keys int32 [B, 2], token_ids [N] -> standard Gumbel noise fp32 [B, N], in (-2.9, 16.7): never infinite."""
+def gumbel(keys: tuple[Tensor, Tensor], token_ids: Tensor) -> Tensor:
+    """keys int32 [B] twice, token_ids [N] -> standard Gumbel noise fp32 [B, N], in (-2.9, 16.7): never infinite."""
     # Exclusive or, not a sum or a product: of those Inductor makes index arithmetic, which overflows in C++ and holds
     # constants that Triton's int32 cannot.
-    mixed = finalize(token_ids.to(torch.int32) ^ keys[:, :1])
-    mixed = finalize(mixed ^ keys[:, 1:])
+    first, second = (key.unsqueeze(-1) for key in keys)
+    mixed = finalize(token_ids.to(torch.int32) ^ first)
+    mixed = finalize(mixed ^ second)
     uniform = (((mixed >> 9) & 0x7FFFFF).float() + 0.5) * 2.0**-23  # 24 bits: exact, and neither 0 nor 1
     return -(-uniform.log()).log()
 

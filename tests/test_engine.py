@@ -10,6 +10,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
-from engine import PREFILL_CHUNKS, Generator, SamplingParams, inductor_options, most_positions
+from engine import PREFILL_CHUNKS, Generator, SamplingParams, inductor_options, most_positions, unawaiting_kernels
 from model import ModelConfig, RotaryConfig, Transformer, build, randomize
 from profiling import GraphProof
 
@@ -301,6 +303,47 @@ def test_settings_of_inductor_know_every_mode() -> None:
     for mode in ("reduce-overhead", "default", "max-autotune", "max-autotune-no-cudagraphs"):
         options = inductor_options(CPU, mode)
         assert bool(options.get("triton.cudagraphs")) == (mode in ("reduce-overhead", "max-autotune"))
+
+
+GENERATED = """
+{name} = async_compile.triton('{name}', '''
+@triton_heuristics.pointwise(triton_meta={{'signature': {{}}, 'launch_pdl': {chained}}})
+def {name}(out, xnumel):
+    {body}
+''', device_str='cuda')
+"""
+
+
+def generated(path: Path, *kernels: tuple[str, bool, str]) -> ModuleType:
+    """A module as Inductor writes it, of kernels (name, launched dependently, body)."""
+    module = ModuleType("generated")
+    module.__file__ = str(path)
+    path.write_text("".join(GENERATED.format(name=name, chained=chained, body=body) for name, chained, body in kernels))
+    return module
+
+
+def test_kernels_that_would_not_wait_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wait = "tl.extra.cuda.gdc_wait(); tl.load(x)"
+    first = generated(tmp_path / "first.py", ("triton_poi_0", True, wait), ("triton_poi_1", True, "tl.store(out, 0)"))
+    second = generated(tmp_path / "second.py", ("triton_red_0", False, "tl.store(out, 0)"))
+    monkeypatch.setattr("torch._inductor.codecache.PyCodeCache.modules", [first, second, ModuleType("gone"), first])
+    assert unawaiting_kernels() == ["triton_poi_1"]
+
+
+def test_what_would_not_wait_is_compiled_without_dependent_launch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = generated(tmp_path / "kernels.py", ("triton_poi_0", True, "tl.store(out, 0)"))
+    notes: list[str] = []
+    with generator_of(compile=True, note=notes.append) as generator:
+        assert generator.options is not None
+        generator.options["triton.enable_pdl"] = True
+        double = generator._compile("double", lambda x: x * 2, torch.ones(3))
+        assert generator.options["triton.enable_pdl"] and len(notes) == 2
+        monkeypatch.setattr("torch._inductor.codecache.PyCodeCache.modules", [module])
+        triple = generator._compile("triple", lambda x: x * 3, torch.ones(3))
+        assert not generator.options["triton.enable_pdl"] and "triton_poi_0 waits for no other kernel" in notes[4]
+        assert double(torch.ones(3)).tolist() == [2, 2, 2] and triple(torch.ones(3)).tolist() == [3, 3, 3]
 
 
 # --- Ends

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch._dynamo.utils import counters
 
 import generate
 import tiny_checkpoint
-from engine import Generator, SamplingParams
+from engine import Generator, SamplingParams, unawaiting_kernels
 from generate import TextGenerator
 from model import RANDOM_SHAPES, build, randomize
 
@@ -223,6 +224,23 @@ def test_on_a_gpu_graphs_are_verified_and_give_the_tokens_of_eager(kernels: str,
         for params, tokens in expected.items():
             assert tokens_of(compiled, *prompts, params=params) == tokens
             assert compiled.graphs == "verified", compiled.proof
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["inductor", "auto"])
+@pytest.mark.parametrize("shape", ["tiny", "smollm2-135m"])  # the latter's heads are filled up
+def test_on_a_gpu_every_kernel_that_starts_early_waits(kernels: str, shape: str) -> None:
+    model = build(replace(RANDOM_SHAPES[shape], vocab_size=1500), torch.device("cuda"), torch.bfloat16)
+    randomize(model)
+    settings = {"kernels": kernels, "compile_prefill": True, "max_seq_len": 512, "note": lambda line: None}
+    with Generator(model, **settings) as generator:
+        for params in (GREEDY, TOP_K, SamplingParams(top_p=0.9, seed=3)):
+            tokens_of(generator, [1, 2, 3], params=params)
+        assert unawaiting_kernels() == []
+        early = torch.cuda.get_device_capability() >= (9, 0)
+        assert generator.options is not None and generator.options.get("triton.enable_pdl", False) == early
+    written = [Path(str(module.__file__)).read_text() for module in torch._inductor.codecache.PyCodeCache.modules]
+    assert any("'launch_pdl': True" in text for text in written) == early
 
 
 @pytest.mark.gpu

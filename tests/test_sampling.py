@@ -7,7 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sampling import INVALID, Settings, at_least_kth, choose, gumbel, penalize, row_keys, scores, within_mass
+from sampling import (
+    INVALID,
+    MASS_ONE,
+    Settings,
+    at_least_kth,
+    choose,
+    first_of_largest,
+    gumbel,
+    largest_threshold,
+    penalize,
+    row_keys,
+    scores,
+    within_mass,
+)
 
 VOCAB = 61
 
@@ -45,6 +58,20 @@ def test_top_k_keeps_the_k_largest_and_their_equals(values: list[float], k: int)
     mask = at_least_kth(x.unsqueeze(0), torch.tensor([k]))[0]
     assert (mask == expected)[x != 0].all()
     assert mask.sum() >= min(k, len(values))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 3000), st.booleans())
+def test_the_search_that_a_gpu_makes_finds_the_same(seed: int, vocab: int, weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randint(-(1 << 31), 1 << 31, (2, vocab), generator=generator).to(torch.int32) >> seed % 31
+    weights = torch.randint(0, MASS_ONE, (2, vocab), generator=generator) if weighted else None
+    total = torch.full((2,), vocab) if weights is None else weights.sum(-1)
+    wanted = (total * torch.rand(2, generator=generator).double()).long().clamp(min=1).minimum(total)
+    found = largest_threshold(keys, weights, wanted, wide=True)
+    assert torch.equal(found, largest_threshold(keys, weights, wanted, wide=False))
+    scores = keys.float()
+    assert torch.equal(first_of_largest(scores, wide=True), first_of_largest(scores, wide=False))
 
 
 @settings(max_examples=60, deadline=None)
@@ -139,9 +166,8 @@ def test_noise_depends_on_seed_position_and_id_alone() -> None:
     assert torch.equal(noise[1:2], gumbel(row_keys(torch.tensor([7]), torch.tensor([4])), ids))
     correlations = torch.corrcoef(noise)
     assert (correlations - torch.eye(3)).abs().max() < 0.12
-    assert not torch.equal(
-        row_keys(torch.tensor([1]), torch.tensor([0])), row_keys(torch.tensor([1 + (1 << 32)]), torch.tensor([0]))
-    )
+    low, high = (row_keys(torch.tensor([seed]), torch.tensor([0])) for seed in (1, 1 + (1 << 32)))
+    assert not torch.equal(torch.cat(low), torch.cat(high))
 
 
 def test_noise_is_the_stated_integer_hash() -> None:

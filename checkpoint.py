@@ -147,16 +147,14 @@ _HARMLESS = frozenset(
     _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path architectures
     attention_dropout attn_implementation auto_map chunk_size_feed_forward cross_attention_hidden_size dtype embd_pdrop
     finetuning_task id2label initializer_range label2id max_sequence_length max_window_layers model_type name_or_path
-    num_labels
-    output_attentions output_hidden_states pad_token_id prefix pretraining_tp problem_type quantization_config
-    resid_pdrop return_dict sep_token_id task_specific_params tf_legacy_loss tie_encoder_decoder tokenizer_class
-    torch_dtype torchscript transformers.js_config transformers_version unk_token_id unsloth_fixed unsloth_version
-    use_bfloat16 use_cache use_flash_attn
-    bad_words_ids begin_suppress_tokens decoder_start_token_id diversity_penalty do_sample early_stopping
-    encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id
-    length_penalty max_length max_new_tokens min_length min_p no_repeat_ngram_size num_beam_groups num_beams
-    num_return_sequences output_scores remove_invalid_values repetition_penalty return_dict_in_generate
-    suppress_tokens temperature top_k top_p typical_p
+    num_labels output_attentions output_hidden_states pad_token_id prefix pretraining_tp problem_type
+    quantization_config resid_pdrop return_dict sep_token_id task_specific_params tf_legacy_loss tie_encoder_decoder
+    tokenizer_class torch_dtype torchscript transformers.js_config transformers_version unk_token_id unsloth_fixed
+    unsloth_version use_bfloat16 use_cache use_flash_attn bad_words_ids begin_suppress_tokens decoder_start_token_id
+    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+    forced_bos_token_id forced_eos_token_id length_penalty max_length max_new_tokens min_length min_p
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores remove_invalid_values
+    repetition_penalty return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
     """.split()
 )
 _ROTARY_NEEDS = {
@@ -425,9 +423,6 @@ class Checkpoint:
     raw_config: Mapping[str, Any]
     infos: Mapping[str, TensorInfo]
 
-    def tensor_infos(self) -> dict[str, TensorInfo]:
-        return dict(self.infos)
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) one at a time, memory-mapped: a tensor takes private memory only when it is copied."""
         for file in sorted({info.file for info in self.infos.values()}):
@@ -686,7 +681,10 @@ class CheckpointWriter:
 
     def _write_shard(self) -> None:
         self.shards.append(list(self.shard))
-        save_file(self.shard, self.directory / f"{len(self.shards)}.part", metadata={"format": "pt"})
+        try:
+            save_file(self.shard, self.directory / f"{len(self.shards)}.part", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise RuntimeError(f"{self.output}: could not be written: {error}") from error
         self.shard = {}
 
     def _finish(self) -> None:

@@ -5,8 +5,8 @@ A step is one chain of launches: embed; per layer project (q, k, v), attend, pro
 project_residual (down); then project_logits and select. Decoding is a stream of weights, and all else hides behind it:
 
 - Programmatic dependent launch. A kernel starts while the one before still runs, asks for its first weights, lets the
-  next kernel start, and only then waits (`_await`). Before the wait a kernel loads nothing that the step writes (but
-  the keys and values of earlier steps, which stay) and stores nothing; a program that leaves without waiting does
+  next kernel start, and only then waits (`_await`). Before the wait a kernel loads nothing that an earlier kernel
+  of the step writes and stores nothing; a program that leaves without waiting does
   neither, and another of its kernel waits, so that a wait covers the whole chain before it. The first kernel of a step
   is launched without it: a step begins when the one before is over.
 - RMSNorm is cut in three. Whoever produces the residual x leaves x * gain, the input of the next product, and sums of
@@ -470,7 +470,7 @@ def _project_kernel(
         lines = tl.minimum(lines, N - 1 - first)
     at = weight + first.to(tl.int64) * WORDS + lines[:, None] * WORDS + tl.arange(0, WIDTH)[None, :]
 
-    # What no kernel of the step writes may be asked for before the wait.
+    # What no earlier kernel of the step writes may be asked for before the wait.
     if bias is not None:
         offset = tl.load(bias + row, mask=inner, other=0.0).to(tl.float32)
         if GATED:
@@ -526,9 +526,9 @@ def _project_kernel(
             z *= up_row_scale
 
     if squares is not None:
-        scale = tl.rsqrt(tl.sum(sums, 0) / K + eps)
-        y *= scale
-        z *= scale
+        inverse_rms = tl.rsqrt(tl.sum(sums, 0) / K + eps)
+        y *= inverse_rms
+        z *= inverse_rms
     if bias is not None:
         y += offset
         if GATED:

@@ -4,8 +4,7 @@ Owns the compiled functions, the caches and the rows' state of one model. Knows 
 
 Prefill puts all prompt ids but the last into the cache; the last one is the first decode step's input, so that sampling
 exists in the decode step alone. On a GPU the host launches step n before it reads the tokens of step n-1, and never
-waits
-for the device otherwise.
+waits for the device otherwise.
 """
 
 import gc
@@ -41,6 +40,11 @@ PREFILL_CHUNKS = (16, 128, 512, 2048)  # sizes of compiled prefill: each compile
 DEFAULT_CAPACITY = 4096
 
 Decoder = Literal["eager", "compiled", "fused"]
+DECODERS: dict[Decoder, dict[str, Any]] = {  # the settings of a Generator that ask for each
+    "eager": {"compile": False},
+    "compiled": {"compile": True, "kernels": "inductor"},
+    "fused": {"compile": True, "kernels": "triton"},
+}
 FinishReason = Literal["eos", "stop", "length"]
 
 
@@ -106,9 +110,10 @@ class Generator:
 
     compile: torch.compile for the decode step; None: where there is CUDA. kernels: "inductor", "triton" (this
     project's) or "auto". compile_prefill: also prefill, once per chunk size. allow_no_graphs: a run whose CUDA
-    graphs were skipped is reported and not refused. project_settings: False leaves Inductor as the mode sets it, and
-    products to the libraries. backend: of torch.compile; any but Inductor's is for tests. note: receives a line now
-    and then (compilation takes a while).
+    graphs were skipped is reported and not refused. rotary_length: the longest that a conversation may become, for
+    frequencies that depend on it; None: chosen for each prompt. project_settings: False leaves Inductor as the mode
+    sets it, and products to the libraries. backend: of torch.compile; any but Inductor's is for tests. note: receives a
+    line now and then (compilation takes a while).
 
     Raises ValueError for settings that cannot be served, RuntimeError when graphs were asked for and did not run.
     """
@@ -138,8 +143,8 @@ class Generator:
         self.eos_token_ids = tuple(eos_token_ids)
         self._note = note
         self._allow_no_graphs = allow_no_graphs
-        self.compile_s = 0.0  # warm-up of everything compiled: first calls, and
-        self.record_s = 0.0  # of it, the calls after each first: recording, and a replay
+        self.compile_s = 0.0  # warm-up of everything compiled
+        self.record_s = 0.0  # the part of it after each first call: recording, and a replay
         self.proof = GraphProof("none")
         if batch < 1 or self.capacity < 1:
             raise ValueError(f"batch and max-seq-len must be 1 or more, not {batch} and {self.capacity}")
@@ -306,7 +311,8 @@ class Generator:
         own = types.FunctionType(
             function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
         )
-        return torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend, options=self.options)
+        options = self.options and dict(self.options)  # torch.compile takes from what it is given
+        return torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend, options=options)
 
     def _warm(self, what: str, call: Callable[[], None]) -> None:
         self._note(f"compiling the {what}: seconds from the cache, up to a minute without ...")
@@ -327,9 +333,7 @@ class Generator:
         self.record_s += now - compiled
         self._note(f"compiled the {what} in {took:.1f} s")
 
-    def begin(
-        self, last: Sequence[int], positions: Sequence[int], params: SamplingParams, limit: int | None = None
-    ) -> None:
+    def begin(self, last: Sequence[int], positions: Sequence[int], params: SamplingParams) -> None:
         """Set every row's state: the id that its next step reads, and the position of that id. Rows beyond these are
         done. What the caches hold before these positions is the caller's matter."""
         state, rows = self.state, len(last)
@@ -344,7 +348,7 @@ class Generator:
             put("token", last)
             put("position", positions)
             put("done", [False] * rows)
-            put("limit", [self.capacity if limit is None else limit] * rows)
+            put("limit", [self.capacity] * rows)
             put("temperature", [params.temperature] * rows)
             vocab = self.model.config.vocab_size
             put("top_k", [min(params.top_k or vocab, vocab)] * rows)
@@ -410,8 +414,11 @@ class Generator:
         return self._watch.compilation()
 
     def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
 
     # --- Whole generations
 
@@ -692,8 +699,11 @@ class _TokenReader:
 
 def most_positions(config: ModelConfig) -> int:
     """How many positions the model knows, as far as its rotary type stretches them."""
-    stretches = config.rotary.rope_type in ("linear", "dynamic", "yarn")
-    return math.floor(config.max_position_embeddings * (max(config.rotary.factor, 1.0) if stretches else 1.0))
+    known, rotary = config.max_position_embeddings, config.rotary
+    factor = max(rotary.factor, 1.0) if rotary.rope_type in ("linear", "dynamic", "yarn") else 1.0
+    if rotary.rope_type == "yarn" and rotary.original_max_position_embeddings:  # the stretch may be in `known` already
+        return max(known, math.floor(rotary.original_max_position_embeddings * factor))
+    return math.floor(known * factor)
 
 
 def captures_graphs(compile_mode: str) -> bool:

@@ -12,7 +12,6 @@ makes text of them, the command line prints it.
 
 import argparse
 import io
-import itertools
 import json
 import os
 import random
@@ -22,7 +21,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
@@ -31,6 +30,7 @@ import torch
 
 import quantize
 import tracing
+from bench import machine
 from checkpoint import Checkpoint, check_targets, load_weights, open_checkpoint
 from engine import (
     COMPILE_MODES,
@@ -43,7 +43,7 @@ from engine import (
     SamplingParams,
     most_positions,
 )
-from model import RANDOM_SHAPES, ModelConfig, Transformer, build, cache_slots, randomize
+from model import RANDOM_SHAPES, ModelConfig, Transformer, cache_slots, materialize, randomize, skeleton
 from tokenizer import TextStream, Tokenizer, load_tokenizer
 
 DEFAULT_CHECKPOINT = Path("checkpoints/SmolLM2-135M-Instruct")
@@ -105,21 +105,17 @@ def load_model(
             f"{checkpoint.directory}: the tokenizer has {tokenizer.vocab_size} ids, the model {config.vocab_size}"
         )
     precision = choose_dtype(dtype, checkpoint.dtype, place)
-    with torch.device("meta"):
-        skeleton = Transformer(config).to(precision)
+    model = skeleton(config, precision)
     if checkpoint.quantization is not None:
-        quantize.apply_quantization(skeleton, checkpoint.quantization)
-    targets = skeleton.named_targets()
+        quantize.apply_quantization(model, checkpoint.quantization)
+    targets = model.named_targets()
     check_targets(checkpoint, targets)
     require_memory(place, _bytes(targets), cache_bytes(config, precision, batch, max_seq_len))
-    tied = getattr(skeleton.lm_head, "weight", None) is skeleton.embed_tokens.weight
-    model = skeleton.to_empty(device=place)
-    if tied:
-        model.lm_head.weight = model.embed_tokens.weight  # to_empty gave each name a tensor of its own
+    materialize(model, place)
     load_weights(checkpoint, model.named_targets(), progress=True)
     if checkpoint.quantization is not None:
         quantize.pack(model)
-    return Loaded(model.eval(), tokenizer, checkpoint.eos_token_ids, checkpoint)
+    return Loaded(model, tokenizer, checkpoint.eos_token_ids, checkpoint)
 
 
 def random_model(
@@ -136,10 +132,9 @@ def random_model(
     in `load_model`."""
     config, place = random_shape(name), choose_device(device)
     precision = choose_dtype(dtype, torch.bfloat16, place)
-    with torch.device("meta"):
-        skeleton = Transformer(config).to(precision)
-    require_memory(place, _bytes(skeleton.named_targets()), cache_bytes(config, precision, batch, max_seq_len))
-    model = build(config, place, precision)
+    model = skeleton(config, precision)
+    require_memory(place, _bytes(model.named_targets()), cache_bytes(config, precision, batch, max_seq_len))
+    materialize(model, place)
     randomize(model)
     if quantize_mode is not None:
         quantize.quantize_in_memory(model, quantize_mode, group_size)
@@ -155,7 +150,7 @@ def random_shape(name: str) -> ModelConfig:
 
 def cache_bytes(config: ModelConfig, dtype: torch.dtype, batch: int, capacity: int | None) -> int:
     """What the keys and values of so many rows and positions take (None: as many as a Generator has by itself)."""
-    capacity = min(config.max_position_embeddings, DEFAULT_CAPACITY) if capacity is None else capacity
+    capacity = min(most_positions(config), DEFAULT_CAPACITY) if capacity is None else capacity
     per_slot = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
     return 2 * batch * cache_slots(capacity) * per_slot
 
@@ -589,9 +584,7 @@ def _run_checkpoint(options: argparse.Namespace, params: SamplingParams) -> int:
 def _nth(params: SamplingParams, sample: int) -> SamplingParams:
     """The settings of one of several samples: the seed goes up by one."""
     assert params.seed is not None
-    return SamplingParams(
-        params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty, params.seed + sample
-    )
+    return replace(params, seed=params.seed + sample)
 
 
 def _ends(options: argparse.Namespace) -> dict[str, Any]:
@@ -633,7 +626,6 @@ def _report(options: argparse.Namespace, generator: Generator, result: TextCompl
 def describe(generator: Generator, result: TextCompletion) -> dict[str, Any]:
     """The fields of --json: seconds, bytes, tokens per second."""
     completion, device = result.completion, generator.device
-    on_cuda = device.type == "cuda"
     rate = completion.decode_tok_per_s
     middle = completion.prompt_tokens + completion.new_tokens // 2
     return {
@@ -646,28 +638,15 @@ def describe(generator: Generator, result: TextCompletion) -> dict[str, Any]:
         "prefill_tok_per_s": completion.prefill_tok_per_s,
         "decode_tok_per_s": rate,
         "compile_s": generator.compile_s,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if on_cuda else _peak_resident(),
+        "peak_memory_bytes": machine.peak_memory(device),
         "decoder": generator.decoder,
         "graphs": generator.graphs,
         "bandwidth_bytes_per_s": None if rate is None else rate * generator.bytes_per_step(middle),
         "seed": completion.seed,
         "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if on_cuda else _processor_name(),
+        "device_name": machine.device_name(device),
         "dtype": str(generator.model.embed_tokens.weight.dtype).removeprefix("torch."),
     }
-
-
-def _peak_resident() -> int | None:
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return None
-    return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-
-
-def _processor_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "cpu")
 
 
 def _converse(options: argparse.Namespace, llm: TextGenerator, params: SamplingParams) -> int:
@@ -677,8 +656,10 @@ def _converse(options: argparse.Namespace, llm: TextGenerator, params: SamplingP
         for turn, line in enumerate(iter(lambda: _ask(interrupts), "")):
             try:
                 with closing(conversation.send(line, _nth(params, turn), **_ends(options))) as pieces:
-                    for piece in itertools.takewhile(lambda _: not interrupts.noted, pieces):
+                    for piece in pieces:
                         print(piece, end="", flush=True)
+                        if interrupts.noted:  # after the piece: the conversation remembers what was shown
+                            break
             except ValueError as error:  # the conversation is full, say: it stays open, for the user to leave
                 _fail(error, 2)
             else:

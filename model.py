@@ -480,10 +480,20 @@ def cache_slots(capacity: int) -> int:
 @torch.no_grad()
 def build(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:
     """A transformer with uninitialised weights on the device, one copy of them."""
+    return materialize(skeleton(config, dtype), device)
+
+
+def skeleton(config: ModelConfig, dtype: torch.dtype) -> Transformer:
+    """A transformer of shapes without memory."""
     with torch.device("meta"):
-        model = Transformer(config).to(dtype)
+        return Transformer(config).to(dtype)
+
+
+def materialize(model: Transformer, device: torch.device) -> Transformer:
+    """A skeleton with memory for its weights, uninitialised, one copy of them; a tied head stays tied."""
+    tied = getattr(model.lm_head, "weight", None) is model.embed_tokens.weight
     model.to_empty(device=device)
-    if config.tie_word_embeddings:  # to_empty gives each name a tensor of its own
+    if tied:  # to_empty gives each name a tensor of its own
         model.lm_head.weight = model.embed_tokens.weight
     return model.eval()
 

@@ -725,7 +725,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         scheme = make_scheme(options.mode, options.group_size, not options.zero_point)
         recipe = Recipe(scheme, options.method, options.calibration, tuple(options.keep))
         rewrite(options.checkpoint, options.output, recipe, force=options.force, say=_say)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        return _fail(error, 2 if error.filename else 1)  # a file that was named, or a full disk
+    except ValueError as error:
         return _fail(error, 2)
     except RuntimeError as error:
         return _fail(error, 1)

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 # All times are microseconds. The time credited to a kernel is its share of the union of intervals in which the device
 # works: with programmatic dependent launch kernels overlap, and the sum of their durations is more than the time spent.
@@ -789,7 +789,7 @@ class Section:
 
 @dataclass
 class Report:
-    """Everything that the three files show."""
+    """Everything that the files show."""
 
     verdict: str
     checks: list[Check]
@@ -1134,8 +1134,13 @@ def write(paths: Sequence[Path], output: Path) -> Report:
     return report
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="trace_report.py", description="Report on traces of prefill and decode.")
+    parser = _Parser(prog="trace_report.py", description="Report on traces of prefill and decode.")
     parser.add_argument("traces", nargs="+", type=Path, help="traces (.json, .json.gz), the plainest path first")
     parser.add_argument("--output", type=Path, help="directory of the report (default: that of the first trace)")
     args = parser.parse_args(argv)

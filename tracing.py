@@ -20,18 +20,13 @@ import torch
 import trace_report
 from bench import machine
 from bench.bandwidth import read_bandwidth
-from engine import Generator, SamplingParams, hot_loop
+from engine import DECODERS, Generator, SamplingParams, hot_loop
 from model import Transformer
 from profiling import RunFacts, SameWork, Step, StepFacts, capture
 from sampling import scores
 
-PATHS: dict[str, dict[str, Any]] = {
-    "eager": {"compile": False},
-    "compiled": {"compile": True, "kernels": "inductor"},
-    "fused": {"compile": True, "kernels": "triton"},
-}
 OWN_FILES = (
-    *(f"trace_{path}.json{suffix}" for path in PATHS for suffix in ("", ".gz")),
+    *(f"trace_{path}.json{suffix}" for path in DECODERS for suffix in ("", ".gz")),
     *("report.md", "report.json", "report.html"),
 )
 CAPACITY = 1024  # positions, where nothing else is asked for: enough to tell late steps from early ones
@@ -94,7 +89,7 @@ def profile(
     facts = _facts_of_run(model, device, params) | facts
     with ExitStack() as stack:
         paths: list[tuple[Generator, RunFacts]] = []
-        for path, own in PATHS.items():
+        for path, own in DECODERS.items():
             try:
                 generator = Generator(
                     sharing_weights(model), **{**settings, "allow_no_graphs": True, "note": note, **own}
@@ -156,7 +151,7 @@ def _measure(generator: Generator, work: Work, weights: str) -> RunFacts:
     }
     if generator.decoder != "eager":
         facts["compile_mode"] = str(generator.compile_mode)
-        facts["settings"] = generator.options or {}
+        facts["settings"] = {name: value for name, value in (generator.options or {}).items() if not callable(value)}
         facts["compilation"] = generator.compilation()
         facts["warm_up"] = {
             "compile_s": compiled - recorded,

@@ -6,17 +6,14 @@ are skipped, so that a run can go on after an interruption. Perplexity and token
 """
 
 import argparse
-import json
 import shlex
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bench import machine, rows, workload
-from bench.decode import empty_caches
+from bench.decode import child, empty_caches
 from bench.rows import Row, say
 from generate import choose_device
 
@@ -62,12 +59,8 @@ def _is_rounded(quality: Mapping[str, Any]) -> bool:
 
 def measure(arguments: list[str]) -> dict[str, Any]:
     """One row of bench.decode, from a process with empty caches. Raises RuntimeError with the last line it wrote."""
-    command = [sys.executable, "-m", "bench.decode", *arguments]
     with empty_caches():
-        done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError((done.stderr.splitlines() or ["no message"])[-1])
-    return json.loads(done.stdout.splitlines()[-1])[-1]
+        return child(arguments)[-1]
 
 
 def main() -> None:

@@ -94,14 +94,17 @@ def matrix_rate(device: torch.device, *, size: int | None = None, repetitions: i
 
 
 def main() -> None:
+    from generate import choose_device  # which imports this module, for the rate in a trace
+
     parser = rows.parser("bandwidth", __doc__)
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--repetitions", type=int, default=20)
     rows.add_options(parser)
     options = parser.parse_args()
-    report = rows.Report(options, options.device, ("device", "bandwidth", "bandwidth_p10", "bandwidth_p90", "matrix"))
-    reading = read_bandwidth(options.device, repetitions=options.repetitions)
-    matrix = matrix_rate(options.device, repetitions=options.repetitions)
+    device = choose_device(options.device)
+    report = rows.Report(options, device, ("device", "bandwidth", "bandwidth_p10", "bandwidth_p90", "matrix"))
+    reading = read_bandwidth(device, repetitions=options.repetitions)
+    matrix = matrix_rate(device, repetitions=options.repetitions)
     report.add(
         Row(
             read_bandwidth_bytes_per_s=reading.median,

@@ -28,8 +28,11 @@ def commit_name(given: str | None = None) -> str | None:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    dirty = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results", ":!*.md", ":!docs")
-    return git("rev-parse", "--short=10", "HEAD") + ("-dirty" if dirty else "")
+    try:
+        dirty = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results", ":!*.md", ":!docs")
+        return git("rev-parse", "--short=10", "HEAD") + ("-dirty" if dirty else "")
+    except subprocess.CalledProcessError:  # a tree of another user's, or one without a commit
+        return None
 
 
 def device_name(device: torch.device) -> str:
@@ -92,7 +95,7 @@ def peak_memory(device: torch.device) -> int | None:
     if not _STATUS.exists():
         return None
     lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
-    return int(lines["VmHWM"].split()[0]) << 10
+    return int(lines["VmHWM"].split()[0]) << 10 if "VmHWM" in lines else None
 
 
 def package_version(name: str) -> str | None:

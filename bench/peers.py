@@ -20,7 +20,7 @@ from bench.bandwidth import read_bandwidth
 from bench.gguf_file import write_gguf
 from bench.rows import Row, Spread, say
 from bench.workload import Subject
-from engine import Generator, SamplingParams
+from engine import DECODERS, Generator, SamplingParams
 from generate import choose_device
 from model import ModelConfig
 
@@ -260,7 +260,7 @@ def main() -> None:
     parser = workload.parser("peers", __doc__)
     workload.add_decode_options(parser)
     group = parser.add_argument_group("measurement")
-    group.add_argument("--decoder", choices=workload.DECODERS, help="ours (fused on CUDA, else compiled)")
+    group.add_argument("--decoder", choices=DECODERS, help="ours (fused on CUDA, else compiled)")
     group.add_argument("--peers", type=workload.listed(str), default=list(PEERS), help=", ".join(PEERS))
     group.add_argument("--prompt-tokens", type=int, default=5, metavar="N", help="random ids")
     group.add_argument("--new-tokens", type=int, default=200, metavar="N")

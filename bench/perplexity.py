@@ -21,7 +21,7 @@ from bench import rows, workload
 from bench.rows import Row
 from bench.workload import Subject
 from decoding import DecodeState
-from engine import Generator, SamplingParams, inductor_options
+from engine import DECODERS, Generator, SamplingParams
 from generate import choose_device
 from model import Transformer
 
@@ -107,8 +107,7 @@ def step_by_step(generator: Generator) -> Scorer:
     step = fused.FusedStep(model, state) if generator.decoder == "fused" else _ScoringStep(model, state)
     run: Callable[..., None] = step
     if generator.compile_mode is not None:
-        options = inductor_options(generator.device, generator.compile_mode)
-        run = torch.compile(step, fullgraph=True, dynamic=False, options=options)
+        run = torch.compile(step, fullgraph=True, dynamic=False, options=dict(generator.options or {}))
     greedy = SamplingParams(temperature=0)
 
     @torch.no_grad()
@@ -152,7 +151,7 @@ def main() -> None:
     group.add_argument("--windows", type=int, metavar="N", help="from the start of the text (all that are whole)")
     group.add_argument("--window-tokens", type=int, default=1024, metavar="N")
     group.add_argument("--stride", type=int, metavar="N", help="from one window to the next (a whole window)")
-    group.add_argument("--decoder", choices=workload.DECODERS, help="score by its decode steps (one forward pass)")
+    group.add_argument("--decoder", choices=DECODERS, help="score by its decode steps (one forward pass)")
     group.add_argument("--against", type=Path, metavar="DIR", help="also: token agreement with this checkpoint, and KL")
     options = parser.parse_args()
     if options.checkpoint is None:

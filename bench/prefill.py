@@ -71,8 +71,8 @@ def main() -> None:
         for decoder in options.decoders:
             matrix = matrix_rate(device).median
             say(f"bf16 matrix products at {matrix / 1e12:,.2f} TFLOP/s")
-            machine.reset_peak_memory(device)
             subject = workload.load(options, quantization)
+            machine.reset_peak_memory(device)  # building random weights, and quantising them, is no user's peak
             positions = max(options.prompt_tokens)
             settings = {"positions": positions, "compile_prefill": decoder != "eager"}
             with workload.generator(subject, decoder, options, **settings) as generator:

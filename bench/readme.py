@@ -65,13 +65,8 @@ TABLES = {
         ("step", "precision", "mode", "rate", "share", "compile", "warm", "graphs", "perplexity", "agreement"),
     ),
     "cpu": Table(("cpu-peers",), ("precision", "decoder", "rate", "p10", "p90", "share", "ttft", "ratio")),
-    "cpu-decode": Table(("cpu-decode",), ("model", "precision", "decoder", "rate", "share", "ttft", "compile")),
-    "cpu-prefill": Table(("cpu-prefill",), ("model", "decoder", "prompt", "prefill", "matrix_share")),
     "cpu-ablation": Table(
         ("cpu-ablation",), ("step", "precision", "rate", "share", "compile", "perplexity", "agreement")
-    ),
-    "quality": Table(
-        ("quality", "quality-stories260k"), ("model", "precision", "size", "perplexity", "agreement", "kl")
     ),
     "bandwidth": Table(
         ("h200-bandwidth", "cpu-bandwidth"), ("device", "bandwidth", "bandwidth_p10", "bandwidth_p90", "matrix")

@@ -10,16 +10,10 @@ import torch
 
 import quantize
 from bench import rows
-from engine import COMPILE_MODES, DEFAULT_SAMPLING, Generator, SamplingParams
+from engine import COMPILE_MODES, DECODERS, DEFAULT_SAMPLING, Generator, SamplingParams
 from generate import CAPACITY_STEP, load_model, random_model
 from model import RANDOM_SHAPES, Transformer
 from tokenizer import Tokenizer
-
-DECODERS: dict[str, dict[str, Any]] = {
-    "eager": {"compile": False},
-    "compiled": {"compile": True, "kernels": "inductor"},
-    "fused": {"compile": True, "kernels": "triton"},
-}
 
 
 def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:

@@ -16,7 +16,9 @@ def run(main: Callable[[], None]) -> NoReturn:
         main()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ValueError, OSError, ImportError) as error:
+    except OSError as error:
+        fail(error, 2 if error.filename else 1)  # a file that was named, or a full disk
+    except (ValueError, ImportError) as error:
         fail(error, 2)
     except RuntimeError as error:
         fail(error, 1)

@@ -120,6 +120,13 @@ def test_a_commit_is_the_one_given_else_of_the_environment_else_of_git(monkeypat
     assert name is None or len(name.removesuffix("-dirty")) == 10
 
 
+def test_a_tree_that_git_refuses_has_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("NEARROOF_COMMIT", raising=False)
+    (tmp_path / ".git").mkdir()  # no repository
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert machine.commit_name() is None
+
+
 def test_the_command_leaves_out_where_results_go() -> None:
     typed = [
         "bench/decode.py",

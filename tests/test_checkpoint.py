@@ -76,7 +76,7 @@ def write_sharded(directory: Path, **index_changes: str) -> Path:
 
 
 def targets_like(found: Checkpoint, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    return {name: torch.empty(info.shape, dtype=dtype) for name, info in found.tensor_infos().items()}
+    return {name: torch.empty(info.shape, dtype=dtype) for name, info in found.infos.items()}
 
 
 def assert_refused(directory: Path, *words: str) -> None:
@@ -312,7 +312,7 @@ def test_single_file_without_index_and_shards_give_the_same_tensors(tmp_path: Pa
 
 def test_bin_beside_safetensors_is_not_read(tmp_path: Path) -> None:
     (write(tmp_path) / "pytorch_model.bin").write_bytes(b"not a pickle")
-    assert open_checkpoint(tmp_path).tensor_infos().keys() == tiny_tensors().keys()
+    assert open_checkpoint(tmp_path).infos.keys() == tiny_tensors().keys()
 
 
 def test_bin_alone_is_refused_by_name(tmp_path: Path) -> None:
@@ -527,20 +527,20 @@ def test_tied_embeddings_with_and_without_a_head_in_the_file(tmp_path: Path) -> 
     tied, tensors = {**TINY, "tie_word_embeddings": True}, tiny_tensors()
     different = open_checkpoint(write(tmp_path / "different", tied, tensors))
     assert not different.config.tie_word_embeddings  # as transformers: the files outrank the flag
-    assert "lm_head.weight" in different.tensor_infos()
+    assert "lm_head.weight" in different.infos
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     equal = open_checkpoint(write(tmp_path / "equal", tied, tensors))
     assert equal.config.tie_word_embeddings
-    assert "lm_head.weight" not in equal.tensor_infos() | dict(equal.tensors())
+    assert "lm_head.weight" not in equal.infos | dict(equal.tensors())
     del tensors["lm_head.weight"]
     absent = open_checkpoint(write(tmp_path / "absent", tied, tensors))
-    assert absent.tensor_infos().keys() == equal.tensor_infos().keys()
+    assert absent.infos.keys() == equal.infos.keys()
 
 
 def test_computed_tables_in_old_files_are_passed_over(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     found = open_checkpoint(write(tmp_path, tensors={**tiny_tensors(), name: torch.ones(2)}))
-    assert name not in found.tensor_infos() | dict(found.tensors())
+    assert name not in found.infos | dict(found.tensors())
 
 
 MEASURE_LOADING = """
@@ -552,7 +552,7 @@ def private():
     return int(lines["RssAnon"].split()[0]) * 1024
 before = private()
 found = open_checkpoint(Path(sys.argv[1]))
-targets = {name: torch.empty(info.shape, dtype=torch.float32) for name, info in found.tensor_infos().items()}
+targets = {name: torch.empty(info.shape, dtype=torch.float32) for name, info in found.infos.items()}
 load_weights(found, targets, progress=False)
 print(private() - before, sum(target.nbytes for target in targets.values()))
 """

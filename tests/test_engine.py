@@ -322,6 +322,14 @@ def generated(path: Path, *kernels: tuple[str, bool, str]) -> ModuleType:
     return module
 
 
+def test_what_is_compiled_later_has_the_same_settings() -> None:
+    with generator_of(compile=True) as generator:
+        settings = dict(generator.options or {})
+        assert "guard_filter_fn" in settings
+        generator._compile("double", lambda x: x * 2, torch.ones(3))  # torch.compile takes this setting out
+        assert generator.options == settings
+
+
 def test_kernels_that_would_not_wait_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wait = "tl.extra.cuda.gdc_wait(); tl.load(x)"
     first = generated(tmp_path / "first.py", ("triton_poi_0", True, wait), ("triton_poi_1", True, "tl.store(out, 0)"))
@@ -436,6 +444,8 @@ def test_stretched_positions_count() -> None:
     assert most_positions(LLAMA) == 512
     assert most_positions(replace(LLAMA, rotary=RotaryConfig("yarn", factor=4.0))) == 2048
     assert most_positions(replace(LLAMA, rotary=LLAMA3)) == 512
+    stretched = RotaryConfig("yarn", factor=4.0, original_max_position_embeddings=128)  # to the 512 of the config
+    assert most_positions(replace(LLAMA, rotary=stretched)) == 512
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -277,6 +278,31 @@ def test_a_third_turn_after_an_interrupted_one_goes_on_from_what_was_shown(
     third = "".join(conversation.send("Go on.", params, max_new_tokens=10))
     assert prefilled[2] < len(llm.tokenizer.chat(conversation.messages[:5])) // 2
     assert third == fresh(llm, conversation, params, max_new_tokens=10)
+
+
+def test_an_interrupted_conversation_remembers_what_it_has_printed(
+    llm: TextGenerator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conversation, lines, seen = llm.chat(), iter(["Tell me a long story.", ""]), []
+    send = conversation.send
+
+    def ask(interrupts: Any) -> str:
+        seen.append(interrupts)
+        return next(lines)
+
+    def interrupted(*arguments: Any, **settings: Any) -> Iterator[str]:
+        with closing(send(*arguments, **settings)) as pieces:
+            for number, piece in enumerate(pieces):
+                seen[0].noted = number == 9  # while the tenth token was computed
+                yield piece
+
+    monkeypatch.setattr(generate, "_ask", ask)
+    monkeypatch.setattr(llm, "chat", lambda: conversation)
+    monkeypatch.setattr(conversation, "send", interrupted)
+    options = generate.parse_arguments(["--interactive", "--max-new-tokens", "60", "--ignore-eos"])
+    assert generate._converse(options, llm, SamplingParams(seed=8)) == 0
+    printed = capsys.readouterr().out.removesuffix("\n")
+    assert printed and conversation.messages[-1] == {"role": "assistant", "content": printed}
 
 
 def test_a_question_that_does_not_fit_is_not_kept(llm: TextGenerator) -> None:

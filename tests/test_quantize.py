@@ -456,6 +456,15 @@ def test_a_mistake_is_one_line(
     assert not (plain.parent / "small").exists()
 
 
+def test_a_full_disk_ends_in_one_line_and_leaves_nothing(plain: Path, root: Path) -> None:
+    command = f"ulimit -f 20; exec {sys.executable} quantize.py --checkpoint {plain} --output {plain.parent / 'out'}"
+    ignoring = f"trap '' XFSZ; {command} --mode int8"
+    done = subprocess.run(["bash", "-c", ignoring], cwd=root, capture_output=True, text=True)
+    errors = [line for line in done.stderr.splitlines() if "Traceback" in line or line.startswith("error: ")]
+    assert done.returncode == 1 and len(errors) == 1 and "could not be written" in errors[0], done.stderr
+    assert [path.name for path in plain.parent.iterdir()] == [plain.name]
+
+
 def test_text_too_short_to_calibrate_with_is_refused(plain: Path, text: Path) -> None:
     text.write_text("Short.")
     with pytest.raises(QuantizationError, match="tokens are too few to calibrate with"):

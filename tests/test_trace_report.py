@@ -384,6 +384,13 @@ def test_what_is_no_trace_gets_one_clear_line(
     assert error.startswith("error: ") and error.count("\n") == 1 and str(path) in error
 
 
+def test_a_mistake_on_the_command_line_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--unknown"])
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1
+
+
 def test_a_missing_file_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none.json")]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, seed=3)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile without Inductor, time little, and take the bandwidth as known."""
     compiled = {"compile": True, "kernels": "inductor", "backend": "eager"}
-    monkeypatch.setitem(tracing.PATHS, "compiled", compiled)
+    monkeypatch.setitem(tracing.DECODERS, "compiled", compiled)
     monkeypatch.setattr(tracing, "REPETITIONS", 2)
     monkeypatch.setattr(tracing, "TIMED", 8)
     monkeypatch.setattr(tracing, "read_bandwidth", lambda device: Spread(1e10, 1e10, 1e10))

@@ -425,6 +425,8 @@ def _check_arguments(options: argparse.Namespace) -> None:
     require("" not in options.stop, "--stop must not be empty")
     require(options.compile is not False or not (options.compile_prefill or options.kernels == "triton"),
             "--compile-prefill and --kernels triton exclude --no-compile")  # fmt: skip
+    require(options.kernels != "triton" or options.compile or torch.cuda.is_available(),
+            "--kernels triton needs --compile, which is off without a GPU")  # fmt: skip
     require(not (options.interactive and (options.json or options.num_samples > 1 or options.profile)),
             "--interactive excludes --json, --num-samples and --profile")  # fmt: skip
     require(options.profile or not (options.profile_gzip or options.nvtx),

@@ -315,7 +315,7 @@ _NESTED_PHASES = {
     "dynamo": "dynamo_cumulative_compile_time_us",
     "aot_autograd": "aot_autograd_cumulative_compile_time_us",
     "inductor": "inductor_cumulative_compile_time_us",
-    "triton": "triton_compile_time_us",
+    "kernels": "triton_compile_time_us",  # C++ on a CPU, its name notwithstanding
 }
 _LATER_PHASES = {"autotuning": "runtime_triton_autotune_time_us", "recording": "runtime_cudagraphify_time_us"}
 

@@ -546,6 +546,7 @@ def rewrite(
         raise QuantizationError(f"{directory}: quantised already")
     if output.resolve() == directory.resolve():
         raise QuantizationError(f"{output}: is the checkpoint itself")
+    writer = CheckpointWriter(output, force=force)
     with torch.device("meta"):
         model = Transformer(checkpoint.config)
     check_targets(checkpoint, model.named_targets())
@@ -553,7 +554,7 @@ def rewrite(
     windows = _calibration_windows(checkpoint, recipe.calibration) if recipe.calibration else None
     record = make_record(schemes, recipe.method)
     errors: dict[str, float] = {}
-    with CheckpointWriter(output, force=force) as writer:
+    with writer:
 
         def add(layer: str, weight: Tensor, stored: Mapping[str, Tensor]) -> None:
             errors[layer] = relative_error(weight, stored)

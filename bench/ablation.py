@@ -45,11 +45,14 @@ CPU_STEPS = {
 
 
 def join_quality(row: Mapping[str, Any], quality: list[dict[str, Any]]) -> dict[str, Any]:
-    """The row with perplexity and token agreement of the trained model at the same precision, rounded to nearest as
-    `--quantize` does it, where they are known."""
+    """The row with perplexity and token agreement of the trained model (`quality_of`) at the same precision, rounded to
+    nearest as `--quantize` does it, where they are known."""
     precision = row.get("quantization")
     same = [other for other in quality if other.get("quantization") == precision and _is_rounded(other)]
-    return dict(row) | {key: same[-1][key] for key in ("perplexity", "token_agreement") if same and key in same[-1]}
+    if not same:
+        return dict(row)
+    known = {key: same[-1][key] for key in ("perplexity", "token_agreement") if key in same[-1]}
+    return dict(row) | {"quality_of": same[-1].get("model")} | known
 
 
 def _is_rounded(quality: Mapping[str, Any]) -> bool:

@@ -94,6 +94,7 @@ class Row:
     traced_kernels_per_step: int | None = None
     traced_graph_launches_per_step: int | None = None
     graph_note: str | None = None  # why they are not verified
+    quality_of: str | None = None  # whose the next two are, where they were not measured on this model
     perplexity: float | None = None
     token_agreement: float | None = None
     kl_divergence: float | None = None  # nats a token

@@ -231,7 +231,7 @@ def test_quality_is_that_of_weights_quantised_as_the_measured_ones_were() -> Non
     rounded = {"model": "a", "against": "a", "quantization": "int4-g64", "perplexity": 33.0}
     better = {"model": "a-gptq", "against": "a", "quantization": "int4-g64", "perplexity": 25.0}
     row = {"model": "b", "quantization": "int4-g64"}
-    assert ablation.join_quality(row, [rounded, better]) == row | {"perplexity": 33.0}
+    assert ablation.join_quality(row, [rounded, better]) == row | {"quality_of": "a", "perplexity": 33.0}
     assert ablation.join_quality({"model": "b", "quantization": "int8"}, [rounded]).keys() == row.keys()
 
 

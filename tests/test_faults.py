@@ -265,16 +265,27 @@ def test_on_a_gpu_two_hundred_lengths_record_nothing_and_take_no_memory() -> Non
         assert taken[-1] <= taken[20]
 
 
+def live_blocks() -> Counter[tuple[Any, ...]]:
+    """What is allocated on the GPU: how many blocks of each pool, stream and size."""
+    return Counter(
+        (*segment.get("segment_pool_id", ()), segment["stream"], block["size"])
+        for segment in torch.cuda.memory_snapshot()
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    )
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_ten_generators_in_a_row_leave_nothing() -> None:
-    taken = []
+    taken, blocks = [], []
     for _ in range(10):
         with random_generator("cuda") as generator:
             tokens_of(generator, [1, 2, 3], count=3)
         del generator
         torch.cuda.synchronize()
         taken.append(torch.cuda.memory_reserved())
-    assert taken[-1] <= taken[1]
+        blocks.append(live_blocks())
+    assert taken[-1] <= taken[1], f"left (pool, stream, bytes): {dict(blocks[-1] - blocks[1])}"
 
 
 @pytest.mark.gpu

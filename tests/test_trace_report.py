@@ -542,6 +542,15 @@ def test_runs_alone_with_the_standard_library(pair: list[Path], tmp_path: Path) 
     assert sorted(p.name for p in (alone / "out").iterdir()) == ["report.html", "report.json", "report.md"]
 
 
+def test_a_busy_machine_is_told_from_a_slow_path(tmp_path: Path) -> None:
+    slow = eager(tmp_path / "trace_eager.json", **facts("eager", 5000.0))
+    fast = compiled(tmp_path / "trace_compiled.json", **facts("compiled", 40.0, **VERIFIED))
+    report = analyse([slow, fast])
+    assert "The machine was busy" in report.verdict and "x the" not in report.verdict
+    (tax,) = (check for check in report.checks if check.name == "eager: profiler's tax")
+    assert tax.detail.startswith("the machine was busy")
+
+
 def test_sections_come_in_their_order(pair: list[Path]) -> None:
     report = to_markdown(analyse(pair))
     titles = [

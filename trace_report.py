@@ -738,9 +738,7 @@ def _check_timing(trace: Trace) -> Check:
     if not timed:
         detail = "no unprofiled timing in the file: the times below are the profiled ones"
         return Check("profiler's tax", UNVERIFIED if trace.facts else NONE, detail)
-    taxes = "; ".join(
-        f"{g.name}: {g.traced_us - (g.unprofiled_us or 0):+,.0f} us on {g.unprofiled_us:,.0f}" for g in timed
-    )
+    taxes = "; ".join(f"{g.name}: {g.traced_us - g.unprofiled_us:+,.0f} us on {g.unprofiled_us:,.0f}" for g in timed)
     if any(map(disturbed, timed)):
         return Check("profiler's tax", NONE, f"the machine was busy when the untraced steps were timed: {taxes}")
     return Check("profiler's tax", OK, taxes)
@@ -861,9 +859,7 @@ def _verdict(traces: list[Trace], checks: list[Check]) -> str:
     if last.has_device and (rows := left(last, group)):
         text += f"; the largest part {'left ' * bool(limit)}is {rows[0][0]}, {us(rows[0][1])} us a step"
     if busy:
-        text += (
-            ". The machine was busy with other things, measure again: untraced steps took twice as long as traced ones"
-        )
+        text += ". The machine was busy, measure again: untraced steps took twice as long as traced ones"
     wrong = [c.name for c in checks if c.status == UNVERIFIED]
     return f"{text}. " + (f"UNVERIFIED: {', '.join(wrong)}." if wrong else "All that could be checked holds.")
 
@@ -884,7 +880,7 @@ def _against_the_limit(traces: list[Trace]) -> Section:
     measured = next((f"{t.bandwidth / 1e9:,.0f} GB/s" for t in traces if t.bandwidth), "not in the files")
     text = f"The limit: a step's bytes moved once at the bandwidth measured on this device ({measured})."
     if any((limit := trace.limit(g)) and g.rate > limit for trace in traces for g in trace.groups.values()):
-        text += " A share above 100%: a cache holds them from step to step, or other work took bandwidth while it was measured."
+        text += " A share above 100%: a cache holds them, or other work took bandwidth while it was measured."
     unit = traces[0].groups[main_group(traces)].unit
     header = ["path", "step", unit, "limit", "share", "unprofiled us p50", "p90", "p99", "traced us"]
     return Section("Tokens a second against the limit", header, rows, text)

@@ -415,7 +415,9 @@ def test_rates_are_null_and_never_nan_below_two_tokens(tiny: Path, cli: Cli) -> 
 def test_time_to_first_token_includes_prefill(tiny: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     real = generate.Generator.prefill
     monkeypatch.setattr(generate.Generator, "prefill", lambda *rest: (time.sleep(0.2), real(*rest))[1])
-    found = json.loads(cli("--checkpoint", tiny, "--prompt", "Hello", "--max-new-tokens", 3, "--json").out)
+    found = json.loads(
+        cli("--checkpoint", tiny, "--prompt", "Hello", "--max-new-tokens", 3, "--ignore-eos", "--json").out
+    )
     assert found["time_to_first_token_s"] > 0.2 and found["prefill_tok_per_s"] < 5 / 0.2
     assert found["decode_tok_per_s"] > 1 / 0.2, "and decoding does not"
 

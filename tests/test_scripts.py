@@ -298,7 +298,7 @@ def test_gguf_quantised_tensors_are_dequantised(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gguf_weights_are_written_in_the_dtype_asked_for(dtype: torch.dtype, tmp_path: Path) -> None:
     convert_gguf.convert(tiny_gguf(tmp_path / "m.gguf"), tmp_path / "out", dtype)
-    assert {info.dtype for info in open_checkpoint(tmp_path / "out").tensor_infos().values()} == {dtype}
+    assert {info.dtype for info in open_checkpoint(tmp_path / "out").infos.values()} == {dtype}
 
 
 def test_gguf_byte_level_tokenizer_keeps_merges_special_tokens_and_ends(tmp_path: Path) -> None:

@@ -577,7 +577,7 @@ def _quantization_record(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if record is None:
         return None
     method = record.get("quant_method") if isinstance(record, dict) else record
-    if method != QUANT_METHOD:
+    if not isinstance(record, dict) or method != QUANT_METHOD:
         raise CheckpointError(f"quantization_config by {_shown(method)} is not supported: use the plain checkpoint")
     return record
 
@@ -592,7 +592,7 @@ def _special_ids(directory: Path, raw: Mapping[str, Any]) -> tuple[tuple[int, ..
         given = [source[key] for source in sources if key in source] or [FAMILIES[raw["model_type"]][key]]
         lists = [value if isinstance(value, list) else [value] for value in given if value is not None]
         ids = [token for tokens in lists for token in tokens]
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        if not all(isinstance(token, int) and not isinstance(token, bool) and abs(token) < 1 << 31 for token in ids):
             raise CheckpointError(f"{directory}: {key} is {_shown(given)}, not a token id or a list of them")
         found[key] = list(dict.fromkeys(ids))
     return tuple(found["eos_token_id"]), next(iter(found["bos_token_id"]), None)
@@ -645,19 +645,27 @@ class CheckpointWriter:
     exists is replaced only when `force` is given and it holds a checkpoint; an empty one is used.
     """
 
-    def __init__(self, output: Path, *, force: bool = False, shard_bytes: int = 2 * 10**9) -> None:
-        self.output, self.shard_bytes = Path(output), shard_bytes
-        occupied = self.output.exists() and not (self.output.is_dir() and not any(self.output.iterdir()))
-        if occupied and not force:
-            raise CheckpointError(f"{self.output}: already exists")
-        if occupied and not (self.output / "config.json").is_file():
-            raise CheckpointError(f"{self.output}: not a checkpoint directory, so it is not replaced")
+    def __init__(
+        self, output: Path, *, source: Path | None = None, force: bool = False, shard_bytes: int = 2 * 10**9
+    ) -> None:
+        self.output, self.force, self.shard_bytes = Path(output).resolve(), force, shard_bytes
+        if source is not None and Path(source).resolve().is_relative_to(self.output):
+            raise CheckpointError(f"{output}: holds {source}, which would be replaced with it")
+        self._require_free()
         self.shard: dict[str, Tensor] = {}
         self.shards: list[list[str]] = []
         self.bytes = 0
 
+    def _require_free(self) -> None:
+        if not self.output.exists() or (self.output.is_dir() and not any(self.output.iterdir())):
+            return
+        if not self.force:
+            raise CheckpointError(f"{self.output}: already exists")
+        if not _looks_like_a_checkpoint(self.output):
+            raise CheckpointError(f"{self.output}: not a checkpoint directory, so it is not replaced")
+
     def __enter__(self) -> Self:
-        parent = self.output.resolve().parent
+        parent = self.output.parent
         parent.mkdir(parents=True, exist_ok=True)
         self.directory = Path(tempfile.mkdtemp(prefix=f".{self.output.name}.", dir=parent))
         return self
@@ -698,6 +706,7 @@ class CheckpointWriter:
         if count > 1:
             self.write_json(INDEX_FILE, {"metadata": {"total_size": self.bytes}, "weight_map": weight_map})
         self.directory.chmod(0o777 & ~_umask())
+        self._require_free()  # again: it may have come into being meanwhile
         if self.output.exists() and any(self.output.iterdir()):
             replaced = Path(tempfile.mkdtemp(prefix=f".{self.output.name}.old.", dir=self.directory.parent))
             self.output.rename(replaced)
@@ -712,6 +721,17 @@ class CheckpointWriter:
                 self._finish()
         finally:
             shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _looks_like_a_checkpoint(directory: Path) -> bool:
+    """Whether nothing but a checkpoint seems to lie there: its configuration, weights, and no directories."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    files = list(directory.iterdir())
+    weights = any(file.suffix == ".safetensors" for file in files)
+    return isinstance(config, dict) and "model_type" in config and weights and not any(map(Path.is_dir, files))
 
 
 def _umask() -> int:

@@ -433,8 +433,8 @@ class Generator:
     ) -> "Run":
         """Prefill the prompts and return the generation, to be iterated. reuse: keep what a row's cache already
         holds of its prompt (the turns of a conversation). Raises ValueError for prompts that cannot be served."""
-        if max_new_tokens < 1:
-            raise ValueError(f"max-new-tokens must be 1 or more, not {max_new_tokens}")
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise ValueError(f"max-new-tokens must be a whole number, 1 or more, not {max_new_tokens}")
         with self._at_work():
             self._check(prompts)
             return self._start(prompts, params.with_seed(), max_new_tokens, ignore_eos, reuse)
@@ -602,6 +602,7 @@ class Run:
         self.completions = [Completion(len(prompt), params.seed) for prompt in prompts]
         self._generator, self._number, self._ends = generator, generator._begun, ends
         self._began = self._first = began
+        self._iterated = False
         self._budgets = [limit - len(prompt) + 1 for limit, prompt in zip(limits, prompts, strict=True)]
         self._taken_in = [len(prompt) - kept for prompt, kept in zip(prompts, kepts, strict=True)]
         self._inputs = [prompt[-1] for prompt in prompts]  # what the step whose token comes next has read
@@ -616,6 +617,9 @@ class Run:
         return any(completion.finish_reason is None for completion in self.completions)
 
     def __iter__(self) -> Iterator[list[int | None]]:
+        if self._iterated:
+            raise RuntimeError("a run is iterated once")
+        self._iterated = True
         generator = self._generator
         lag = 1 if generator.device.type == "cuda" else 0
         launched = read = 0

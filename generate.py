@@ -297,7 +297,9 @@ class TextGenerator:
     def generate(
         self, prompts: Sequence[str], params: SamplingParams = DEFAULT_SAMPLING, **options: Any
     ) -> list[TextCompletion]:
-        """Generate for all prompts as one batch; options as in `run`."""
+        """Generate for all prompts as one batch; options as in `run`. ValueError for a text in place of several."""
+        if isinstance(prompts, str):
+            raise ValueError("prompts must be several texts, as in [text], not one")
         run = self.run([self.tokenizer.encode(prompt) for prompt in prompts], params, **options)
         for _ in run:
             pass

@@ -428,12 +428,17 @@ def read_record(record: Mapping[str, Any]) -> dict[str, Scheme]:
     layers = record.get("layers")
     if not isinstance(layers, Mapping) or not layers:
         raise QuantizationError(f"{where}: layers is missing or empty")
-    known, schemes = {repr(scheme.record()): scheme for scheme in SCHEMES}, {}
+    known, schemes = {_key(scheme.record()): scheme for scheme in SCHEMES}, {}
     for name, entry in layers.items():
-        if repr(entry) not in known:
+        if _key(entry) not in known:
             raise QuantizationError(f"{where}: layer {name!r:.80} has an unknown scheme, {entry!r:.120}")
-        schemes[name] = known[repr(entry)]
+        schemes[name] = known[_key(entry)]
     return schemes
+
+
+def _key(entry: Any) -> str:
+    """The same for the same entries, in whatever order a file has them; 1 is not True."""
+    return repr(sorted(entry.items()) if isinstance(entry, dict) else entry)
 
 
 def label(record: Mapping[str, Any]) -> str:
@@ -546,7 +551,7 @@ def rewrite(
         raise QuantizationError(f"{directory}: quantised already")
     if output.resolve() == directory.resolve():
         raise QuantizationError(f"{output}: is the checkpoint itself")
-    writer = CheckpointWriter(output, force=force)
+    writer = CheckpointWriter(output, source=directory, force=force)
     with torch.device("meta"):
         model = Transformer(checkpoint.config)
     check_targets(checkpoint, model.named_targets())
@@ -612,9 +617,15 @@ def _copy_rest(directory: Path, writer: CheckpointWriter, say: Callable[[str], N
 def _calibration_windows(checkpoint: Checkpoint, text: Path) -> Tensor:
     """The start of a text file as windows of token ids, [W, T]."""
     try:
-        ids = load_tokenizer(checkpoint.directory).encode(text.read_text(encoding="utf-8"), bos=False)
+        tokenizer = load_tokenizer(checkpoint.directory)
+        ids = tokenizer.encode(text.read_text(encoding="utf-8"), bos=False)
     except UnicodeDecodeError as error:
         raise QuantizationError(f"{text}: not a text in UTF-8") from error
+    vocab = checkpoint.config.vocab_size
+    if tokenizer.vocab_size > vocab:
+        raise QuantizationError(
+            f"{checkpoint.directory}: the tokenizer has {tokenizer.vocab_size} ids, the model {vocab}"
+        )
     length = min(CALIBRATION_LENGTH, checkpoint.config.max_position_embeddings)
     count = min(len(ids) // length, CALIBRATION_WINDOWS)
     if count == 0:
@@ -720,7 +731,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. -> exit status: 0, 1 (the run failed), 2 (a user's mistake)."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that nothing half-made is left
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))  # unwinds, so that nothing half-made is left
     try:
         options = _options(arguments)
         scheme = make_scheme(options.mode, options.group_size, not options.zero_point)

@@ -419,6 +419,7 @@ def _render(template: str, variables: Mapping[str, Any]) -> str:
             encoding="utf-8",
             errors="replace",
             timeout=TEMPLATE_WALL_SECONDS,
+            start_new_session=True,  # Ctrl-C is the parent's to handle
         )
         if child.returncode == 0:
             return json.loads(child.stdout)

@@ -1135,11 +1135,18 @@ def write(paths: Sequence[Path], output: Path) -> Report:
         TraceError: a file is no trace.
     """
     report = analyse(paths)
-    output.mkdir(parents=True, exist_ok=True)
     markdown = to_markdown(report)
-    (output / "report.md").write_text(markdown, encoding="utf-8")
-    (output / "report.json").write_text(json.dumps(to_json(report), indent=1) + "\n", encoding="utf-8")
-    (output / "report.html").write_text(to_html(report), encoding="utf-8")
+    try:
+        content = json.dumps(to_json(report), indent=1, allow_nan=False)
+    except ValueError as error:
+        raise TraceError(f"{paths[0]}: not a trace: some times are no finite numbers") from error
+    texts = {"report.md": markdown, "report.json": f"{content}\n", "report.html": to_html(report)}
+    for name in texts:
+        if any(path.resolve() == (output / name).resolve() for path in paths):
+            raise TraceError(f"{output / name}: is one of the traces: name another --output")
+    output.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (output / name).write_text(text, encoding="utf-8", errors="replace")
     sys.stderr.write(markdown)
     return report
 
@@ -1158,6 +1165,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = write(args.traces, args.output or args.traces[0].parent)
     except (TraceError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
+        return 2
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        named = ", ".join(map(str, args.traces))  # of events that have the right names, and values of the wrong kinds
+        sys.stderr.write(f"error: {named}: not a trace: {type(error).__name__}: {' '.join(str(error).split())}\n")
         return 2
     return 0 if report.verified else 1
 

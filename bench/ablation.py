@@ -72,7 +72,7 @@ def main() -> None:
     group.add_argument(
         "--steps", type=workload.listed(str), help=f"of: {', '.join(STEPS | CPU_STEPS)} (all that apply)"
     )
-    group.add_argument("--repetitions", type=int, default=7)
+    group.add_argument("--repetitions", type=rows.whole(1), default=7)
     group.add_argument("--compile-times", action="store_true", help="also cold and warm, in fresh processes")
     group.add_argument("--quality", type=Path, default=QUALITY, metavar="FILE", help="rows of bench.perplexity")
     options = parser.parse_args()

@@ -98,7 +98,7 @@ def main() -> None:
 
     parser = rows.parser("bandwidth", __doc__)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--repetitions", type=rows.whole(1), default=20)
     rows.add_options(parser)
     options = parser.parse_args()
     device = choose_device(options.device)

@@ -21,7 +21,7 @@ from bench import rows, workload
 from bench.rows import Row
 from bench.workload import Subject
 from decoding import DecodeState
-from engine import DECODERS, Generator, SamplingParams
+from engine import DECODERS, Generator, SamplingParams, most_positions
 from generate import choose_device
 from model import Transformer
 
@@ -123,6 +123,8 @@ def step_by_step(generator: Generator) -> Scorer:
 
 
 def scorer(subject: Subject, options: argparse.Namespace) -> Scorer:
+    if options.window_tokens > (known := most_positions(subject.model.config)):
+        raise ValueError(f"--window-tokens {options.window_tokens}: the model knows {known} positions")
     if options.decoder is None:
         with torch.no_grad():
             subject.model.allocate(1, options.window_tokens)
@@ -148,7 +150,7 @@ def main() -> None:
     workload.add_quantize_option(parser)
     group = parser.add_argument_group("measurement")
     group.add_argument("--text", type=Path, required=True, metavar="FILE")
-    group.add_argument("--windows", type=int, metavar="N", help="from the start of the text (all that are whole)")
+    group.add_argument("--windows", type=rows.whole(1), metavar="N", help="from the start (all that are whole)")
     group.add_argument("--window-tokens", type=int, default=1024, metavar="N")
     group.add_argument("--stride", type=int, metavar="N", help="from one window to the next (a whole window)")
     group.add_argument("--decoder", choices=DECODERS, help="score by its decode steps (one forward pass)")

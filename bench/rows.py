@@ -169,9 +169,11 @@ def read_rows(path: Path | None) -> list[dict[str, Any]]:
     """The rows of a result file, [] without one. Raises ValueError when it is not a list of rows."""
     if path is None or not path.exists():
         return []
+    if not path.is_file():
+        raise ValueError(f"{path}: not a file of rows")
     try:
         records = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error})") from error
     if not isinstance(records, list) or not all(isinstance(record, dict) for record in records):
         raise ValueError(f"{path}: not a JSON list of rows")
@@ -180,6 +182,7 @@ def read_rows(path: Path | None) -> list[dict[str, Any]]:
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
     """Put the row into the file, in place of an older one of the same thing; an interruption leaves the old file."""
+    path = path.resolve()
     kept = [other for other in read_rows(path) if identity(other) != identity(row)]
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f"{path.name}.{os.getpid()}")
@@ -206,6 +209,19 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
+def whole(least: int) -> Callable[[str], int]:
+    """An argparse type: a whole number, `least` or more."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
+
+    number.__name__ = "whole number"  # for argparse's message
+    return number
+
+
 def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """Of `python -m bench.NAME`, described by its docstring's first paragraph; a mistake is a ValueError."""
     return _Parser(prog=f"python -m bench.{name}", description=(doc or "").partition("\n\n")[0])
@@ -223,6 +239,7 @@ class Report:
 
     def __init__(self, options: argparse.Namespace, device: torch.device, columns: Sequence[str]) -> None:
         self.rows: list[dict[str, Any]] = []
+        read_rows(options.append)  # refused now, if ever
         self._options, self._device, self._columns = options, device, columns
         self._common = {
             "device_name": machine.device_name(device),

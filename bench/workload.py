@@ -28,7 +28,7 @@ def listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 def precision(text: str) -> str:
     """An argparse type: what rows call a precision. "int4" means groups of 64: "int4-g64"."""
     mode, _, group = text.partition("-g")
-    if text != "none" and (mode not in quantize.MODES or (group and (mode != "int4" or not group.isdigit()))):
+    if text != "none" and (mode not in quantize.MODES or ("-g" in text and (mode != "int4" or not group.isdigit()))):
         raise argparse.ArgumentTypeError(f"unknown precision {text!r}: none, {', '.join(quantize.MODES)} or int4-g128")
     return f"int4-g{quantize.DEFAULT_GROUP_SIZE}" if text == "int4" else text
 
@@ -64,7 +64,7 @@ def add_decode_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--compile-mode", choices=COMPILE_MODES, default=COMPILE_MODES[0])
     group.add_argument("--settings", choices=("ours", "plain"), default="ours", help="plain: Inductor's for the mode")
     group.add_argument("--allow-no-graphs", action="store_true", help="measure also where CUDA graphs were skipped")
-    group.add_argument("--max-seq-len", type=int, metavar="N", help="capacity of the caches (as needed, rounded up)")
+    group.add_argument("--max-seq-len", type=rows.whole(1), metavar="N", help="of the caches (as needed)")
 
 
 def decoders(text: str) -> list[str]:

@@ -234,7 +234,7 @@ def convert(source: Path, output: Path, dtype: torch.dtype, force: bool = False)
         warnings.simplefilter("ignore")  # numpy, about overflow in values that are replaced
         file = GgufFile(source)
         config = translate_config(file)
-        with CheckpointWriter(output, force=force) as writer:
+        with CheckpointWriter(output, source=source, force=force) as writer:
             special = write_tokenizer(file.metadata, writer)
             writer.write_json("config.json", {**config, **special, "dtype": str(dtype).removeprefix("torch.")})
             writer.write_json("generation_config.json", special)

@@ -131,7 +131,7 @@ def convert(source: Path, tokenizer: Path, output: Path, force: bool) -> None:
         raise ValueError(f"{tokenizer}: file not found")
     header = read_header(source)
     config = {**translate_config(header), **special_ids(tokenizer)}
-    with CheckpointWriter(output, force=force) as writer:
+    with CheckpointWriter(output, source=source, force=force) as writer:
         writer.copy(tokenizer, "tokenizer.model")
         writer.write_json("config.json", config)
         for name, tensor in read_tensors(source, header):

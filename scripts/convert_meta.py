@@ -158,7 +158,7 @@ def convert(directory: Path, output: Path, context: int | None, factor: float | 
     source = MetaCheckpoint(directory)
     config = translate_config(source, context, factor)
     special = special_ids(tokenizer)
-    with CheckpointWriter(output, force=force) as writer:
+    with CheckpointWriter(output, source=directory, force=force) as writer:
         writer.copy(tokenizer)
         writer.write_json("config.json", {**config, **special})
         writer.write_json("generation_config.json", special)

@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import json
 import math
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -118,6 +119,25 @@ def test_a_commit_is_the_one_given_else_of_the_environment_else_of_git(monkeypat
     monkeypatch.delenv("NEARROOF_COMMIT")
     name = machine.commit_name()
     assert name is None or len(name.removesuffix("-dirty")) == 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--new-tokens 0", "--prompt-tokens 0", "--positions -1", "--repetitions 0", "--batch 0", "--quantize int4-g"],
+)
+def test_a_number_without_meaning_is_refused(options: str) -> None:
+    command = [sys.executable, "-m", "bench.decode", "--random", "tiny", *options.split()]
+    done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_rows_to_append_to_are_read_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text("{broken")
+    options = ["--random", "tiny", "--decoders", "eager", "--append", str(tmp_path / "rows.json")]
+    command = [sys.executable, "-m", "bench.decode", *options]
+    done = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "rows.json: not JSON" in done.stderr
 
 
 def test_a_tree_that_git_refuses_has_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -653,3 +653,25 @@ def test_real_weights_open(smollm2: Path) -> None:
     found = open_checkpoint(smollm2)
     assert (found.config.num_hidden_layers, found.config.tie_word_embeddings) == (30, True)
     assert (found.dtype, found.eos_token_ids) == (torch.bfloat16, (2,))
+
+
+def test_nothing_but_a_checkpoint_is_replaced(tmp_path: Path) -> None:
+    directory = write(tmp_path / "home", {"name": "webapp"})
+    with pytest.raises(CheckpointError, match="not a checkpoint directory"):
+        CheckpointWriter(directory, force=True)
+    (tmp_path / "outer" / "inner").mkdir(parents=True)
+    for file in write(tmp_path / "whole", TINY, tiny_tensors()).iterdir():
+        (tmp_path / "outer" / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(CheckpointError, match="not a checkpoint directory"):
+        CheckpointWriter(tmp_path / "outer", force=True)
+    with pytest.raises(CheckpointError, match=r"holds .*inner, which would be replaced"):
+        CheckpointWriter(tmp_path / "outer", source=tmp_path / "outer" / "inner", force=True)
+
+
+def test_an_output_that_comes_into_being_meanwhile_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="already exists"), CheckpointWriter(tmp_path / "new") as writer:
+        writer.add("a", torch.ones(1))
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / "thesis.txt").write_text("mine")
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["thesis.txt"]

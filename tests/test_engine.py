@@ -322,6 +322,11 @@ def generated(path: Path, *kernels: tuple[str, bool, str]) -> ModuleType:
     return module
 
 
+def test_the_number_of_new_tokens_is_whole() -> None:
+    with generator_of() as generator, pytest.raises(ValueError, match="whole number"):
+        generator.start([ids_of(3)], max_new_tokens=2.5)  # type: ignore[arg-type]
+
+
 def test_what_is_compiled_later_has_the_same_settings() -> None:
     with generator_of(compile=True) as generator:
         settings = dict(generator.options or {})
@@ -414,7 +419,7 @@ def test_what_cannot_be_served_is_refused() -> None:
             ([], 5, "0 prompts"),
             ([[1], [2], [3]], 5, "3 prompts: this generator serves 1 to 2"),
             ([[1], []], 5, "the prompt has no tokens"),
-            ([[1]], 0, "max-new-tokens must be 1 or more, not 0"),
+            ([[1]], 0, "max-new-tokens must be a whole number, 1 or more, not 0"),
             ([[97]], 5, "outside the vocabulary of 97"),
             ([[-1]], 5, "outside the vocabulary of 97"),
         ):
@@ -568,7 +573,7 @@ def test_a_run_is_iterated_once_and_not_after_a_newer_one(kept: Generator) -> No
         next(steps)
     run = kept.start([ids_of(8)], TOP_K, max_new_tokens=12)
     assert [token for (token,) in run] == expected[0]
-    with pytest.raises(RuntimeError, match="another generation has begun"):
+    with pytest.raises(RuntimeError, match="iterated once"):
         list(run)
 
 

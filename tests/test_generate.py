@@ -316,6 +316,11 @@ def test_a_question_that_does_not_fit_is_not_kept(llm: TextGenerator) -> None:
     assert answer == fresh(llm, conversation, max_new_tokens=3)
 
 
+def test_one_text_is_not_taken_for_several(llm: TextGenerator) -> None:
+    with pytest.raises(ValueError, match="several texts"):
+        llm.generate("Once")
+
+
 def test_two_conversations_do_not_mix(llm: TextGenerator) -> None:
     one, other = llm.chat(), llm.chat()
     for turn in ("a", "bc"):

@@ -456,6 +456,12 @@ def test_a_mistake_is_one_line(
     assert not (plain.parent / "small").exists()
 
 
+def test_the_order_of_a_record_says_nothing(plain: Path) -> None:
+    record = quantize.make_record({"model.layers.0.mlp.up_proj": INT4, "lm_head": INT8}, "rtn")
+    shuffled = json.loads(json.dumps(record, sort_keys=True))
+    assert quantize.read_record(shuffled) == quantize.read_record(record)
+
+
 def test_a_full_disk_ends_in_one_line_and_leaves_nothing(plain: Path, root: Path) -> None:
     command = f"ulimit -f 20; exec {sys.executable} quantize.py --checkpoint {plain} --output {plain.parent / 'out'}"
     ignoring = f"trap '' XFSZ; {command} --mode int8"

@@ -384,6 +384,35 @@ def test_what_is_no_trace_gets_one_clear_line(
     assert error.startswith("error: ") and error.count("\n") == 1 and str(path) in error
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"deviceProperties": 5, "traceEvents": [%s]}',
+        '{"nearroof": {"steps": [1]}, "traceEvents": [%s]}',
+        '{"nearroof": {"graphs": "verified"}, "traceEvents": [%s]}',
+        '[{"ph": "X", "ts": 1, "dur": 1e400, "name": "aten::mm", "cat": "cpu_op"}]',
+        '[{"ph": "X", "ts": NaN, "dur": 2, "name": "aten::mm", "cat": "cpu_op"}]',
+        "[" * 100_000,
+    ],
+)
+def test_values_of_wrong_kinds_get_one_line_and_leave_no_report(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    event = '{"ph": "X", "ts": 1, "dur": 2, "name": "aten::mm", "cat": "cpu_op"}'
+    (tmp_path / "trace.json").write_text(content.replace("%s", event))
+    assert main([str(tmp_path / "trace.json")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "trace.json" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_a_report_never_takes_the_place_of_its_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = eager(tmp_path / "report.json", **facts("eager", 190.0))
+    before = trace.read_bytes()
+    assert main([str(trace)]) == 2 and "is one of the traces" in capsys.readouterr().err
+    assert trace.read_bytes() == before
+
+
 def test_a_mistake_on_the_command_line_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["--unknown"])

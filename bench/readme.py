@@ -64,9 +64,9 @@ TABLES = {
         ("h200-ablation",),
         ("step", "precision", "mode", "rate", "share", "compile", "warm", "graphs", "perplexity", "agreement"),
     ),
-    "cpu": Table(("cpu-peers",), ("precision", "decoder", "rate", "p10", "p90", "share", "ttft", "ratio")),
+    "cpu": Table(("cpu-peers",), ("precision", "decoder", "rate", "p10", "p90", "bandwidth", "share", "ttft", "ratio")),
     "cpu-ablation": Table(
-        ("cpu-ablation",), ("step", "precision", "rate", "share", "compile", "perplexity", "agreement")
+        ("cpu-ablation",), ("step", "precision", "rate", "bandwidth", "share", "compile", "perplexity", "agreement")
     ),
     "bandwidth": Table(
         ("h200-bandwidth", "cpu-bandwidth"), ("device", "bandwidth", "bandwidth_p10", "bandwidth_p90", "matrix")

@@ -396,6 +396,13 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _PLAIN_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_TOKENIZER_FILES = (  # read elsewhere; that they are files of the directory is checked here
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 _COMPUTED = (".rotary_emb.inv_freq",)  # old files hold tables that the model computes
 
 
@@ -436,6 +443,9 @@ def open_checkpoint(directory: Path) -> Checkpoint:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
     raw = read_json(directory, "config.json")
+    for name in _TOKENIZER_FILES:
+        if os.path.lexists(directory / name):
+            _checked_file(directory, name)
     try:
         config = parse_config(raw)
         quantization = _quantization_record(raw)

@@ -405,9 +405,10 @@ def test_header_longer_than_any_real_one_is_refused_unread(tmp_path: Path) -> No
         assert_refused(tmp_path, "model.safetensors", "header")
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.model", "chat_template.jinja"])
 def test_link_that_leaves_the_directory_is_refused(name: str, tmp_path: Path) -> None:
     directory = write(tmp_path / "inner")
+    (directory / name).touch()
     (directory / name).rename(tmp_path / name)
     (directory / name).symlink_to(tmp_path / name)
     assert_refused(directory, name, "leads out")

@@ -443,6 +443,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # text that the terminal cannot show is no reason to stop
+        if sys.stderr is None:  # closed by the shell; print() would take stdout instead
+            sys.stderr = open(os.devnull, "w")  # noqa: SIM115
         arguments = sys.argv[1:] if arguments is None else arguments
         options = parse_arguments(arguments)
         options.command = shlex.join(["python", "generate.py", *arguments])

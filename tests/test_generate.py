@@ -501,6 +501,12 @@ def test_a_reader_that_leaves_ends_the_run_quietly(tiny: Path, root: Path) -> No
     assert "Traceback" not in shown.stderr and "Exception" not in shown.stderr
 
 
+def test_without_a_stderr_nothing_but_text_goes_to_stdout(root: Path) -> None:
+    command = f"{sys.executable} generate.py --random tiny --device cpu --max-new-tokens 3 --seed 1"
+    texts = [subprocess.check_output(["bash", "-c", f"{command} 2>{to}"], cwd=root) for to in ("/dev/null", "&-")]
+    assert texts[0] == texts[1] and len(texts[0].split()) == 3
+
+
 # --- The command line: mistakes
 
 

@@ -107,7 +107,8 @@ def within_mass(scaled: Tensor, keep: Tensor, top_p: Tensor) -> Tensor:
     and ties. scaled fp32 [B, V] with maximum 0, keep bool [B, V], top_p fp32 [B] -> bool [B, V]."""
     mass = (scaled.exp() * MASS_ONE).to(torch.int64).masked_fill(~keep, 0)
     total = mass.sum(dim=-1)
-    wanted = (total * top_p.double()).to(torch.int64).clamp(min=1).minimum(total)
+    share = (top_p * (1 << 24)).to(torch.int64)  # in integers, as not every device has fp64
+    wanted = ((total >> 24) * share + ((total & 0xFFFFFF) * share >> 24)).clamp(min=1).minimum(total)
     keys = ordered_bits(scaled)
     return keys >= largest_threshold(keys, mass, wanted).unsqueeze(-1)
 

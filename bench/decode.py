@@ -3,8 +3,9 @@
 A repetition is one whole segment of decode steps, sampling included, with one synchronisation at its end; nothing else
 is in its time. The limit is the bytes that a step must move over the read bandwidth measured just before.
 
-`--compile-times` builds each decoder in two more processes, one with empty and one with filled compile caches. The
-second ends with two traced steps, which on CUDA must show the graph launches that the counters claimed.
+`--compile-times` builds each decoder in two processes of its own: one with empty compile caches, and one with what that
+left in them, which measures. The first ends with two traced steps, which on CUDA must show the graph launches that the
+counters claimed.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,7 +84,6 @@ def measure(generator: Generator, case: Case, params: SamplingParams, repetition
         decode_tok_per_s_p90=rates.p90,
         time_to_first_token_s=first_token_s,
         prefill_tok_per_s=first_token_s and batch * (case.prompt_tokens or 0) / first_token_s,
-        compile_s=generator.compile_s or None,
         weight_bytes=workload.weight_bytes(generator.model),
         peak_memory_bytes=machine.peak_memory(generator.device),
         read_bandwidth_bytes_per_s=bandwidth,
@@ -125,35 +125,31 @@ def empty_caches() -> Iterator[None]:
             os.environ.update(before)
 
 
-def compile_times(options: argparse.Namespace, quantization: str, decoder: str, batch: int) -> dict[str, Any]:
-    """Seconds to compile with the caches as they are and again with what that left in them, each in a new process, and
-    what two traced steps of the second showed."""
+def cold_and_warm(options: argparse.Namespace, quantization: str, decoder: str, batch: int) -> Iterator[Row]:
+    """The rows of one model, from two new processes: one compiles with empty caches and traces two steps, the other
+    finds what that left in them and measures."""
+    command = _arguments(options, quantization, decoder, batch)
+    with empty_caches():
+        cold = child([*command, "--compile-only"])
+        for record in child(command):
+            row = Row.from_dict(record)
+            _say_limit(batch, row.bytes_per_step or 0, row.read_bandwidth_bytes_per_s or 0.0)
+            seen = {"compile_cold_s": cold["compile_s"], "compile_cold_phases_s": cold["phases_s"], **cold["traced"]}
+            # The command and the commit are for this process to say.
+            yield replace(row, **seen, compile_warm_s=row.compile_s, command=None, commit=None)
+
+
+def _arguments(options: argparse.Namespace, quantization: str, decoder: str, batch: int) -> list[str]:
+    """These options for one model alone, without --compile-times."""
     source = ["--random", options.random] if options.random else ["--checkpoint", str(options.checkpoint.resolve())]
-    chosen = {
-        "device": options.device,
-        "dtype": options.dtype,
-        "quantize": quantization,
-        "decoders": decoder,
-        "batch": batch,
-        "compile-mode": options.compile_mode,
-        "settings": options.settings,
-        "max-seq-len": options.max_seq_len,
-        "positions": _room(options) - 1,
-        "new-tokens": 1,
-        "temperature": options.temperature,
-        "top-k": options.top_k,
-    }
-    given = (f"--{name}={value}" for name, value in chosen.items() if value is not None)
-    flags = ["--allow-no-graphs"] if options.allow_no_graphs else []
-    command = [*source, *given, *flags, "--compile-only"]
-    cold = child(command)
-    warm = child([*command, "--trace"])
-    return {
-        "compile_cold_s": cold["compile_s"],
-        "compile_cold_phases_s": cold["phases_s"],
-        "compile_warm_s": warm["compile_s"],
-        **warm["traced"],
-    }
+    kept = ("device", "dtype", "compile_mode", "settings", "max_seq_len", "temperature", "top_k", "repetitions")
+    chosen = {name: getattr(options, name) for name in kept}
+    chosen |= {"quantize": quantization, "decoders": decoder, "batch": batch}
+    lists = {name: getattr(options, name) for name in ("prompt_tokens", "new_tokens", "positions")}
+    chosen |= {name: values and ",".join(map(str, values)) for name, values in lists.items()}
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in chosen.items() if value is not None]
+    flags = {"--allow-no-graphs": options.allow_no_graphs, "--compile-prefill": options.compile_prefill}
+    return [*source, *given, *(flag for flag, wanted in flags.items() if wanted)]
 
 
 def child(arguments: list[str]) -> Any:
@@ -166,16 +162,16 @@ def child(arguments: list[str]) -> Any:
 
 
 def compile_only(options: argparse.Namespace) -> dict[str, Any]:
-    """The child's part."""
+    """The first child's part."""
     subject = workload.load(options, options.quantize[0])
     (decoder,), (batch,), params = options.decoders, options.batch, workload.sampling(options)
     with workload.generator(subject, decoder, options, positions=_room(options), batch=batch) as generator:
         generator.warm_up(params)
-        traces = options.trace and generator.device.type == "cuda"
+        cuda = generator.device.type == "cuda"
         return {
             "compile_s": generator.compile_s,
             "phases_s": generator.compilation()["phases_s"],
-            "traced": traced_steps(generator, params, options.allow_no_graphs) if traces else {},
+            "traced": traced_steps(generator, params, options.allow_no_graphs) if cuda else {},
         }
 
 
@@ -209,32 +205,37 @@ def _room(options: argparse.Namespace) -> int:
     return max(case.position + case.new_tokens for case in cases(options))
 
 
+def _say_limit(batch: int, step: int, bandwidth: float) -> None:
+    limit = batch * bandwidth / step
+    say(f"limit {limit:,.1f} tok/s: {step / 1e9:.3f} GB a step of {batch}, read at {bandwidth / 1e9:,.1f} GB/s")
+
+
 def measured(options: argparse.Namespace) -> Iterator[Row]:
     """All rows that the options ask for; of two models, the first is gone before the second is built."""
     reading = Spread(0.0, 0.0, 0.0)
     for quantization, decoder, batch in itertools.product(options.quantize, options.decoders, options.batch):
+        if options.compile_times and decoder != "eager":
+            yield from cold_and_warm(options, quantization, decoder, batch)
+            continue
         reading = max(reading, read_bandwidth(choose_device(options.device)))  # the best so far: others may take some
-        with empty_caches() if options.compile_times else nullcontext():
-            yield from _measured(options, quantization, decoder, batch, reading)
+        yield from _measured(options, quantization, decoder, batch, reading)
 
 
 def _measured(
     options: argparse.Namespace, quantization: str, decoder: str, batch: int, reading: Spread
 ) -> Iterator[Row]:
-    compiles, params = decoder != "eager", workload.sampling(options)
-    seen = compile_times(options, quantization, decoder, batch) if compiles and options.compile_times else {}
-    device = choose_device(options.device)
-    say(f"reading at {reading.median / 1e9:,.1f} GB/s ({reading.p10 / 1e9:,.1f} to {reading.p90 / 1e9:,.1f})")
+    params, device = workload.sampling(options), choose_device(options.device)
     subject = workload.load(options, quantization)
     machine.reset_peak_memory(device)  # building random weights, and quantising them in memory, is no user's peak
-    settings = {"batch": batch, "compile_prefill": compiles and options.compile_prefill}
+    settings = {"batch": batch, "compile_prefill": decoder != "eager" and options.compile_prefill}
     with workload.generator(subject, decoder, options, positions=_room(options), **settings) as generator:
         generator.warm_up(params)
+        compile_s = generator.compile_s or None  # of the step: prefill is compiled when it is first asked for
         for case in cases(options):
             step = generator.bytes_per_step(case.position + case.new_tokens // 2)
-            say(f"limit {batch * reading.median / step:,.1f} tok/s: {step / 1e9:.3f} GB a step of {batch}")
+            _say_limit(batch, step, reading.median)
             row = measure(generator, case, params, options.repetitions, reading.median)
-            yield replace(row, **subject.fields, **seen)
+            yield replace(row, **subject.fields, compile_s=compile_s)
 
 
 def main() -> None:
@@ -251,7 +252,6 @@ def main() -> None:
     group.add_argument("--repetitions", type=rows.whole(1), default=7)
     group.add_argument("--compile-times", action="store_true", help="also cold and warm, in fresh processes")
     group.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
-    group.add_argument("--trace", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.compile_only:
         print(json.dumps(compile_only(options)))

@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import json
 import math
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -364,6 +365,29 @@ def test_prefill_measures_every_length(monkeypatch: pytest.MonkeyPatch, capsys: 
     found, _ = run_bench(prefill, wanted, monkeypatch, capsys)
     assert [row["prompt_tokens"] for row in found] == [1, 16, 300]
     assert all(row["prefill_tok_per_s"] > 0 and row["share_of_matrix_limit"] > 0 for row in found)
+
+
+def test_compile_times_are_of_a_process_that_compiles_and_of_the_one_that_measures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    caches = []
+
+    def child(arguments: list[str]) -> Any:
+        caches.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        if "--compile-only" in arguments:
+            return {"compile_s": 30.0, "phases_s": {"inductor": 20.0}, "traced": {"traced_kernels_per_step": 9}}
+        assert "--decoders=compiled" in arguments and "--compile-prefill" in arguments
+        quicker = [*arguments, "--decoders=eager"]
+        return [row | {"compile_s": 2.0} for row in run_bench(decode, quicker, monkeypatch, capsys)[0]]
+
+    monkeypatch.setattr(decode, "child", child)
+    wanted = [*TINY, "--decoders", "compiled", "--compile-times", "--compile-prefill", "--repetitions", "1"]
+    found, _ = run_bench(decode, [*wanted, "--prompt-tokens", "3,4", "--new-tokens", "6"], monkeypatch, capsys)
+    assert [row["prompt_tokens"] for row in found] == [3, 4]
+    for row in found:
+        assert row["compile_cold_s"] == 30.0 and row["compile_warm_s"] == 2.0 and row["traced_kernels_per_step"] == 9
+        assert row["compile_cold_phases_s"] == {"inductor": 20.0} and "--compile-times" in row["command"]
+    assert len(caches) == 2 and caches[0] == caches[1] and not Path(caches[0]).exists()
 
 
 @pytest.mark.gpu

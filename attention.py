@@ -66,16 +66,16 @@ class SlicedAttention:
 
 class ReducedAttention:
     """One query a row, as products and sums that Inductor on CPU fuses into loops; it calls no library. Costs in
-    proportion to `kv_length`, which may be symbolic. Prefill goes the sliced way."""
+    proportion to `kv_length`, which may be symbolic. Prefill goes the sliced way, always with a mask: to ask whether it
+    could do without would make a constant of the symbol."""
 
     def __init__(self) -> None:
         self.sliced = SlicedAttention()
 
     def plan(self, positions: Tensor, slots: int, window: int | None, kv_length: int | None) -> Any:
-        if positions.shape[1] > 1:
-            return self.sliced.plan(positions, slots, window, kv_length)
         length = slots if kv_length is None else kv_length
-        return length, visible(positions, torch.arange(length, device=positions.device), window)
+        mask = visible(positions, torch.arange(length, device=positions.device), window)
+        return (length, mask) if positions.shape[1] == 1 else (length, False, mask.unsqueeze(1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, plan: Any, scale: float) -> Tensor:
         if q.shape[2] > 1:

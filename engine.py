@@ -172,7 +172,7 @@ class Generator:
         if compiled and backend == "inductor":
             self.options = inductor_options(self.device, compile_mode, project_settings)
         self._compiled_steps: dict[str, Callable[[str, Tensor | None], None]] = {}
-        self._compiled_prefills: dict[int, Callable[[Tensor, Tensor, Tensor | None], Tensor]] = {}
+        self._compiled_prefills: dict[int, Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]] = {}
         self._drop_compiled = weakref.finalize(self, _drop, self._compiled_steps, self._compiled_prefills)
         self._drop_compiled.atexit = False
         self._compiles_prefill = compiled and compile_prefill
@@ -244,21 +244,21 @@ class Generator:
         positions = [min(position, self.capacity) for position in range(start, start + size)]
         inputs = torch.tensor([padded, positions]).to(self.device, non_blocking=True).unsqueeze(1)
         if self._compiles_prefill:
-            self._compiled_prefill(size)(inputs[0], inputs[1], rows)
+            self._compiled_prefill(size)(inputs[0], inputs[1], rows, self._slots_in_use(start + size))
         else:
             self.model(inputs[0], inputs[1], rows, start + size)
 
-    def _compiled_prefill(self, size: int) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    def _compiled_prefill(self, size: int) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]:
         if size not in self._compiled_prefills:
             model = self.model
 
-            def prefill(tokens: Tensor, positions: Tensor, rows: Tensor | None) -> Tensor:
+            def prefill(tokens: Tensor, positions: Tensor, rows: Tensor | None, used: Tensor | None) -> Tensor:
                 # Returned, though of no use: Inductor drops a block's call that nothing comes of, writes and all.
-                return model(tokens, positions, rows)
+                return model(tokens, positions, rows, None if used is None else used.shape[0])
 
             scratch = torch.full((1, size), self.capacity, device=self.device)
             rows = None if self.batch == 1 else torch.zeros(1, dtype=torch.int64, device=self.device)
-            inputs = (torch.zeros_like(scratch), scratch, rows)
+            inputs = (torch.zeros_like(scratch), scratch, rows, self._slots_in_use(size))
             self._compiled_prefills[size] = self._compile(f"prefill of {size} tokens", prefill, *inputs)
         return self._compiled_prefills[size]
 
@@ -285,12 +285,12 @@ class Generator:
             self._compiled_steps[sampler] = self._compile(f"{self.decoder} decode step ({sampler})", step, *inputs)
 
     def _slots_in_use(self, count: int) -> Tensor | None:
-        """What tells a compiled step on CPU how far the caches are filled: a tensor of that size, since a compiler
+        """What tells compiled functions on CPU how far the caches are filled: a tensor of that size, since a compiler
         takes sizes, not numbers, as symbols. A captured graph has one size for all; there the device knows the
         positions."""
         if self.device.type != "cpu":
             return None
-        used = torch.empty(max(count, 2))  # a size of 1 would be compiled apart
+        used = torch.empty(max(min(count, self.capacity), 2))  # a size of 1 would be compiled apart
         torch._dynamo.mark_dynamic(used, 0)
         return used
 

@@ -168,6 +168,17 @@ def test_prefill_by_inductor_writes_the_cache() -> None:
         assert tokens_of(generator, [ids_of(15)], TOP_K) == tokens_of(plain, [ids_of(15)], TOP_K)
 
 
+def test_compiled_prefill_on_cpu_does_not_read_the_empty_part_of_the_cache(padded: Generator) -> None:
+    prompt = ids_of(100)
+    expected = tokens_of(padded, [prompt], TOP_K, 1)
+    for block in padded.model.blocks():
+        block.self_attn.cache.v[:, :, PREFILL_CHUNKS[1] :] = float("nan")  # 0 times this would not be 0
+    padded._cached[0].clear()
+    assert tokens_of(padded, [prompt], TOP_K, 1) == expected
+    for block in padded.model.blocks():
+        block.self_attn.cache.v.zero_()
+
+
 def test_prefill_is_compiled_once_per_chunk_size(padded: Generator) -> None:
     for length in range(1, 256, 7):
         tokens_of(padded, [ids_of(length)], TOP_K, 1)
